@@ -1,0 +1,215 @@
+"""Configuration: small frozen dataclasses, each handed to the part that needs it; from flags, TOML or Python."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from specserve.core.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16")
+NUMERICS = ("invariant", "fast")
+METHODS = ("suffix", "draft_model")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(value: str | int, name: str = "kv_memory") -> int:
+    """Bytes of "2GiB", "512 MB" or a number."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    if found is None or found[2].lower() not in _UNITS or float(found[1]) <= 0:
+        raise ConfigError(f'{name}: {value!r} is not a size; write it as "2GiB" or as a number of bytes', param=name)
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}: {value!r} must be a whole number from {low} to {high}", param=name)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}: {value!r} must be one of {', '.join(allowed)}", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """How drafts are made. Names are vLLM's where the meaning is the same.
+
+    Attributes:
+        methods: drafters in order of preference, each asked for what the ones before left open.
+        num_speculative_tokens: most drafted tokens a step and request (K).
+        model: the draft model of "draft_model" (demo, folder, GGUF file or hub name).
+        prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that "suffix" matches.
+        adaptive: let the controller lower K by measured acceptance and cost; off drafts K always.
+    """
+
+    methods: tuple[str, ...] = ("suffix",)
+    num_speculative_tokens: int = 5
+    model: str | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 8
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        methods = self.methods
+        if isinstance(methods, str) or not isinstance(methods, (list, tuple)) or not methods:
+            raise ConfigError(
+                f"speculation.methods: must be a list of {', '.join(METHODS)}", param="speculation.methods"
+            )
+        for i, method in enumerate(methods):
+            _one_of(f"speculation.methods[{i}]", method, METHODS)
+        object.__setattr__(self, "methods", tuple(methods))
+        _whole("speculation.num_speculative_tokens", self.num_speculative_tokens, 1, 64)
+        _whole("speculation.prompt_lookup_min", self.prompt_lookup_min, 1, 64)
+        _whole("speculation.prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, 64)
+        if "draft_model" in methods and not self.model:
+            raise ConfigError(
+                'speculation.model: "draft_model" needs the draft model: a folder, a GGUF file or a hub name',
+                param="speculation.model",
+            )
+        if self.model and "draft_model" not in methods:
+            raise ConfigError(
+                'speculation.methods: a draft model is named but "draft_model" is not among the methods',
+                param="speculation.methods",
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | None) -> SpeculationConfig | None:
+        """None and {} stay off; a key that is not known is an error that names it."""
+        if values is None:
+            return None
+        if not isinstance(values, Mapping):
+            raise ConfigError('speculation: must be an object such as {"methods": ["suffix"]}', param="speculation")
+        values = dict(values)
+        if "method" in values:
+            if "methods" in values:
+                raise ConfigError("speculation.method: give method or methods, not both", param="speculation.method")
+            values["methods"] = [values.pop("method")]
+        return cls(**_known(cls, values, "speculation.")) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that the engine is built from.
+
+    Attributes:
+        model: "demo", a Hugging Face folder, a GGUF file or a hub name.
+        dtype: of weights, activations and KV.
+        quantization: None; quantised execution is not built yet.
+        numerics: "invariant" (rows never depend on the batch) or "fast".
+        kv_memory: bytes for target and draft KV together.
+        block_size: tokens a KV block.
+        max_batched_tokens: rows a step at most (chunked prefill's budget).
+        max_running: requests that run at once at most.
+        max_waiting: requests that wait at most; more are refused as overloaded.
+        max_model_len: context limit; None for the model's own.
+        threads: CPU threads; None for all cores.
+        prefix_cache: reuse KV of equal prefixes within a namespace.
+    """
+
+    model: str = "demo"
+    dtype: str = "bfloat16"
+    quantization: str | None = None
+    numerics: str = "invariant"
+    speculation: SpeculationConfig | None = field(default_factory=SpeculationConfig)
+    kv_memory: int = 2 * 2**30
+    block_size: int = 16
+    max_batched_tokens: int = 512
+    max_running: int = 256
+    max_waiting: int = 4096
+    max_model_len: int | None = None
+    threads: int | None = None
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError('model: must be "demo", a folder, a GGUF file or a hub name', param="model")
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("numerics", self.numerics, NUMERICS)
+        if self.quantization is not None:
+            raise ConfigError(
+                f"quantization: {self.quantization!r} is not supported yet; leave it out", param="quantization"
+            )
+        object.__setattr__(self, "kv_memory", parse_bytes(self.kv_memory))
+        _whole("block_size", self.block_size, 1, 256)
+        _whole("max_batched_tokens", self.max_batched_tokens, 1, 65536)
+        _whole("max_running", self.max_running, 1, 65536)
+        _whole("max_waiting", self.max_waiting, 1, 10**6)
+        if self.max_model_len is not None:
+            _whole("max_model_len", self.max_model_len, 2, 2**31 - 1)
+        if self.threads is not None:
+            _whole("threads", self.threads, 1, 1024)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """From untrusted names and values (keyword arguments, TOML); an unknown key is an error that names it."""
+        values = dict(_known(cls, values, ""))
+        if "speculation" in values and not isinstance(values["speculation"], SpeculationConfig):
+            values["speculation"] = SpeculationConfig.from_dict(values["speculation"])
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where the server listens, and its published limits.
+
+    Attributes:
+        api_keys: keys that are accepted; empty for no authentication.
+        allowed_origins: browser origins beside the server's own ("*" for all).
+        max_message_bytes: largest WebSocket frame or HTTP body.
+        max_responses: active responses on one connection.
+        output_buffer_bytes: unsent output a connection may hold before its client counts as too slow.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_message_bytes: int = 4 * 2**20
+    max_responses: int = 64
+    output_buffer_bytes: int = 4 * 2**20
+    heartbeat_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        _whole("port", self.port, 0, 65535)
+        _whole("max_message_bytes", self.max_message_bytes, 1024, 2**30)
+        _whole("max_responses", self.max_responses, 1, 65536)
+        _whole("output_buffer_bytes", self.output_buffer_bytes, 1024, 2**30)
+        object.__setattr__(self, "api_keys", tuple(self.api_keys))
+        object.__setattr__(self, "allowed_origins", tuple(self.allowed_origins))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ServerConfig:
+        return cls(**_known(cls, values, "server."))
+
+
+def load_toml(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Engine values and server values of a specserve.toml: top-level keys and the table [server]."""
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config: cannot read {path}: {error.strerror}", param="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {path} is not valid TOML: {error}", param="config") from None
+    server = values.pop("server", {})
+    if not isinstance(server, dict):
+        raise ConfigError("config: server must be a table, written as [server]", param="server")
+    if values.get("speculation") in ("off", False):
+        values["speculation"] = None
+    return values, server
+
+
+def _known(cls: type, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    names = {f.name for f in fields(cls)}
+    for name in values:
+        if name not in names:
+            raise ConfigError(
+                f"{prefix}{name}: unknown option; known are {', '.join(sorted(names))}", param=f"{prefix}{name}"
+            )
+    return dict(values)
