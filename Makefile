@@ -1,0 +1,39 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Without a GPU this exact version has a CPU build; change it with TORCH="torch" to take the default CUDA build.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
+
+.PHONY: demo test test-all lint bench-serve clean
+
+demo: $(VENV)/.installed
+	$(BIN)/specserve demo
+
+test: $(VENV)/.installed-dev lint
+	$(BIN)/pytest -n 2 --dist loadfile
+
+test-all: $(VENV)/.installed-dev lint
+	$(BIN)/pytest -n 2 --dist loadfile -m "slow or not slow" --timeout 3600
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench-serve: $(VENV)/.installed-dev
+	$(BIN)/python bench/serve.py --compare transformers
+
+$(VENV)/.installed: pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
