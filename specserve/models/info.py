@@ -1,0 +1,33 @@
+"""ModelInfo: what the rest of the engine may know of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Shapes of one loaded model.
+
+    Attributes:
+        vocab_size: width of the logits; may be larger than the tokenizer's vocabulary (padding rows).
+        max_position: positions that the model supports; a context holds at most so many tokens.
+        dtype: of weights, activations and KV.
+        name: as the user named the model.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    dtype: torch.dtype
+    name: str
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes of K and V of all layers for one block of `block_size` tokens."""
+        return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize

@@ -1,0 +1,49 @@
+"""PagedKVCache: the memory that block ids point into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class PagedKVCache:
+    """K and V of every layer in blocks of `block_size` tokens.
+
+    Attributes:
+        key, value: one tensor [num_blocks, block_size, num_kv_heads, head_dim] a layer, contiguous.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        # Zeros, not empty: memory that was never written must not hold NaN, which would survive a masked product. The
+        # pages are touched only when they are written.
+        self._storage = torch.zeros(
+            2, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
+        )
+        self.key: tuple[torch.Tensor, ...] = tuple(self._storage[0].unbind(0))
+        self.value: tuple[torch.Tensor, ...] = tuple(self._storage[1].unbind(0))
+
+    @staticmethod
+    def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes that one block takes over all layers, K and V together."""
+        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy block src to dst in every layer, for each (src, dst), in order."""
+        for src, dst in pairs:
+            self._storage[:, :, dst].copy_(self._storage[:, :, src])
