@@ -1,0 +1,102 @@
+"""The command `specserve`: serve, chat, demo. Heavy imports happen inside the commands, so that --help is instant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specserve.core.errors import SpecserveError
+
+app = typer.Typer(
+    help="Speculative and guided decoding on every request, streamed over a WebSocket.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str | None, typer.Option(help='"demo", a Hugging Face folder, a GGUF file or a hub name.')]
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Reserved; quantised execution is not built yet.")] = None,
+    speculation: Annotated[
+        str | None,
+        typer.Option(help='"off", or JSON such as {"methods": ["draft_model"], "model": "path"}.', metavar="JSON|off"),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Memory for KV blocks, such as 2GiB.")] = None,
+    numerics: Annotated[str | None, typer.Option(help="invariant or fast.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that clients must send; may be given more than once.", envvar="SPECSERVE_API_KEY"),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A specserve.toml; flags win over it.")] = None,
+) -> None:
+    """Serve a model on a WebSocket and HTTP; without arguments the demo model on 127.0.0.1:8000."""
+    from specserve.cli.options import read_options
+    from specserve.cli.serve import run
+
+    engine_flags = {
+        "model": model,
+        "dtype": dtype,
+        "quantization": quantization,
+        "threads": threads,
+        "kv_memory": kv_memory,
+        "numerics": numerics,
+    }
+    server_flags = {"host": host, "port": port, "api_keys": tuple(api_key) if api_key else None}
+
+    def start() -> int:
+        engine, server = read_options(config, engine_flags, server_flags, speculation)
+        return run(engine, server)
+
+    _exit(start)
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="The server's address.")] = "ws://127.0.0.1:8000/v1/responses",
+    show_drafts: Annotated[bool, typer.Option(help="Colour the tokens that a draft gave.")] = False,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    system: Annotated[str | None, typer.Option(help="Instructions for the model.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="SPECSERVE_API_KEY")] = None,
+) -> None:
+    """Chat in the terminal with a running server."""
+    from specserve.cli.chat import ChatOptions, run
+
+    options = ChatOptions(url, show_drafts, temperature, max_tokens, system, api_key)
+    _exit(lambda: run(options))
+
+
+@app.command()
+def demo() -> None:
+    """Start a server with the demo model and show chat and JSON answers, with and without drafts, on one socket."""
+    from specserve.cli.demo import run
+
+    _exit(run)
+
+
+def _exit(action: Any) -> None:
+    """Run `action`; a typed error becomes one line on stderr and exit status 1, Ctrl-C becomes 130."""
+    try:
+        code = action()
+    except SpecserveError as error:
+        typer.secho(f"specserve: {error.message}", fg=typer.colors.RED, err=True)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    sys.exit(app())
