@@ -115,6 +115,8 @@ class SampledTokens:
             no row was sampled. The engine cuts it where the answer ends, before `commit`.
         num_drafted, num_accepted: of the draft; num_accepted <= num_drafted.
         logprobs: one entry a token of token_ids where the request asked for them, else empty.
+        error: why this request alone cannot go on (its options leave no token to choose), or None. token_ids is
+            empty then, and the engine ends the request as failed.
     """
 
     request_id: str
@@ -123,6 +125,7 @@ class SampledTokens:
     num_drafted: int = 0
     num_accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specserve.core.plan import StepPlan, StepResult
+from specserve.core.plan import BlockCopy, StepPlan, StepResult
 from specserve.core.request import Request
 from specserve.core.tree import TokenTree
 
@@ -93,6 +93,9 @@ class DraftBackend(Protocol):
         Tokens are drawn with the same logits pipeline, seed and noise as the target's, which is what makes
         agreement likely.
         """
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks of the draft's own pool (copy-on-write) before the next `draft`."""
 
 
 class Executor(Protocol):
