@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a GPU this exact version has a CPU build; change it with TORCH="torch" to take the default CUDA build.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
 
-.PHONY: demo test test-all lint bench-serve clean
+.PHONY: demo test test-all lint browser bench-serve clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specserve demo
@@ -20,6 +20,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+browser:
+	command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+		|| (apt-get update -qq && apt-get install -y -qq chromium chromium-driver)
 
 bench-serve: $(VENV)/.installed-dev
 	$(BIN)/python bench/serve.py --compare transformers
