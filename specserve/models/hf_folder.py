@@ -1,0 +1,96 @@
+"""A folder in Hugging Face format -> transformers configuration and weights, read by safetensors' memory map."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
+
+from specserve.core.errors import ModelLoadError
+from specserve.models.checkpoint import some
+
+Progress = Callable[[int, int, str], None]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def folder_config(folder: Path) -> Any:
+    """The folder's transformers configuration; code that a folder may bring is never run.
+
+    Raises:
+        ModelLoadError: config.json is missing, damaged, or of a kind that this transformers does not know.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises nearly anything for a damaged configuration
+        raise ModelLoadError(
+            f"model: cannot read {folder / 'config.json'}: {_first_line(error)}", param="model"
+        ) from None
+
+
+def folder_weights(folder: Path, dtype: torch.dtype, progress: Progress | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of the folder's safetensors files, floating-point ones as `dtype`.
+
+    Raises:
+        ModelLoadError: no safetensors, a shard that is missing or damaged, or a tensor that its shard lacks.
+    """
+    shards = _shards(folder)
+    total, done = sum(shard.stat().st_size for shard in shards), 0
+    weights: dict[str, torch.Tensor] = {}
+    for shard, expected in shards.items():
+        try:
+            with safe_open(shard, framework="pt") as file:
+                held = set(file.keys())
+                lacking = sorted(expected - held)
+                if lacking:
+                    raise ModelLoadError(
+                        f"model: {shard} lacks {some(lacking)}, which {_INDEX} places there", param="model"
+                    )
+                for name in sorted(expected or held):
+                    tensor = file.get_tensor(name)
+                    weights[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                    done += tensor.nbytes
+                    if progress is not None:
+                        progress(min(done, total), total, "weights")
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(
+                f"model: {shard} is damaged or was cut short ({_first_line(error)}); fetch it again", param="model"
+            ) from None
+    return weights
+
+
+def _shards(folder: Path) -> dict[Path, set[str]]:
+    """Shard -> the tensors that the index places there; one shard with the empty set for all of its tensors."""
+    if (folder / _SINGLE).is_file():
+        return {folder / _SINGLE: set()}
+    index = folder / _INDEX
+    if not index.is_file():
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        reason = (
+            f"its weights are pickles ({pickles[0]}), which can run code when they are read; convert them to safetensors"
+            if pickles
+            else f"it has neither {_SINGLE} nor {_INDEX}"
+        )
+        raise ModelLoadError(f"model: {folder} has no weights that can be read: {reason}", param="model")
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards: dict[Path, set[str]] = {}
+        for name, shard in places.items():
+            shards.setdefault(folder / Path(shard).name, set()).add(name)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelLoadError(f"model: cannot read {index}: {_first_line(error)}", param="model") from None
+    missing = sorted(shard.name for shard in shards if not shard.is_file())
+    if missing:
+        raise ModelLoadError(f"model: {folder} lacks {some(missing)}, which {_INDEX} names", param="model")
+    return shards
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
