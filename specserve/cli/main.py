@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -42,7 +43,6 @@ def serve(
 ) -> None:
     """Serve a model on a WebSocket and HTTP; without arguments the demo model on 127.0.0.1:8000."""
     from specserve.cli.options import read_options
-    from specserve.cli.serve import run
 
     engine_flags = {
         "model": model,
@@ -56,6 +56,8 @@ def serve(
 
     def start() -> int:
         engine, server = read_options(config, engine_flags, server_flags, speculation)
+        from specserve.cli.serve import run
+
         return run(engine, server)
 
     _exit(start)
@@ -85,7 +87,7 @@ def demo() -> None:
     _exit(run)
 
 
-def _exit(action: Any) -> None:
+def _exit(action: Callable[[], int]) -> None:
     """Run `action`; a typed error becomes one line on stderr and exit status 1, Ctrl-C becomes 130."""
     try:
         code = action()

@@ -64,7 +64,7 @@ def test_drafts_never_change_tokens(engine: Callable[..., LLM], random_draft: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["suffix", "same", "random"])
-@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("k", list(range(1, 9)))
 def test_drafts_never_change_tokens_k(engine: Callable[..., LLM], random_draft: Path, method: str, k: int) -> None:
     check_drafts(engine, random_draft, method, k, count=20, tokens=128)
 
