@@ -20,8 +20,9 @@ class CombinedDrafter:
         self._drafters = tuple(drafters)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[TokenTree]:
-        trees = [EMPTY_TREE] * len(contexts)
-        pending = [i for i, c in enumerate(contexts) if allowed(c) > 0]
+        # A draft that a step left unverified still stands, and a draft cache may hold its KV: it is not drafted again.
+        trees = [c.request.draft.truncate(allowed(c)) if allowed(c) > 0 else EMPTY_TREE for c in contexts]
+        pending = [i for i, c in enumerate(contexts) if allowed(c) > 0 and not trees[i]]
         for drafter in self._drafters:
             if not pending:
                 break

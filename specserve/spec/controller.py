@@ -129,11 +129,11 @@ class Controller:
             if budgets[i] > 0:
                 self._probes.pop(request.request_id, None)
             elif limits[i] > 0:
-                due, _ = self._probes.setdefault(request.request_id, (self._step + FIRST_PROBE, FIRST_PROBE))
+                due, interval = self._probes.setdefault(request.request_id, (self._step + FIRST_PROBE, FIRST_PROBE))
                 if due <= self._step and allowed > 0:
                     allowed -= 1
                     budgets[i] = min(2, limits[i])
-                    self._reschedule(request.request_id, paid=False)
+                    self._probes[request.request_id] = (self._step + interval, interval)
 
     def _reschedule(self, request_id: str, *, paid: bool) -> None:
         _, interval = self._probes[request_id]

@@ -13,6 +13,7 @@ from specserve.core.protocols import Bitmask, DraftBackend, DraftContext, DraftR
 from specserve.core.tree import EMPTY_TREE, TokenTree
 from specserve.guided.masks import allocate
 from specserve.kv.manager import KVManager, SequenceKV
+from specserve.kv.table import BlockTable
 from specserve.spec.legal import end_ids
 
 
@@ -27,6 +28,7 @@ class _Draft:
 
     context: DraftContext
     seq: SequenceKV
+    table: BlockTable
     budget: int
     fresh: int
     ends: frozenset[int]
@@ -105,10 +107,6 @@ class DraftModelDrafter:
         finally:
             for i, draft in drafts.items():
                 trees[i] = draft.finish(self.name)
-        for i, context in enumerate(contexts):
-            if i not in drafts and context.request.draft:
-                # Drafted already, in a step that did not run it.
-                trees[i] = context.request.draft.truncate(context.budget)
         return trees
 
     def forget(self, request_id: str) -> None:
@@ -143,7 +141,8 @@ class DraftModelDrafter:
             if copies is not None:
                 if copies:
                     self._backend.copy(copies)
-                return _Draft(context, request.kv, size, fresh, end_ids(request, self._eos_ids), open=size > 0)
+                ends = end_ids(request, self._eos_ids)
+                return _Draft(context, request.kv, request.kv.draft, size, fresh, ends, open=size > 0)
         return None
 
     def _catch_up(self, drafts: Sequence[_Draft]) -> None:
@@ -153,10 +152,10 @@ class DraftModelDrafter:
         rows = []
         for d in drafts:
             request = d.context.request
-            start = d.seq.draft.committed
+            start = d.table.committed
             tokens = tuple(request.token_ids[start : start + d.fresh])
             mask = d.mask(self._vocab_size) if d.open else None
-            rows.append(DraftRows(request.request_id, tokens, start, d.seq.draft.block_ids, d.open, mask=mask))
+            rows.append(DraftRows(request.request_id, tokens, start, d.table.block_ids, d.open, mask=mask))
         for d, (token, prob) in zip(drafts, self._backend.draft(rows), strict=True):
             self._kv.commit_draft(d.seq, d.context.request.token_ids, d.fresh)
             if d.open:
@@ -169,8 +168,8 @@ class DraftModelDrafter:
             request = d.context.request
             start = request.num_tokens + len(d.tokens) - 1
             mask = d.mask(self._vocab_size)
-            table = d.seq.draft.block_ids
-            rows.append(DraftRows(request.request_id, (d.tokens[-1],), start, table, True, tuple(d.tokens), mask))
+            last = (d.tokens[-1],)
+            rows.append(DraftRows(request.request_id, last, start, d.table.block_ids, True, tuple(d.tokens), mask))
         for d, (token, prob) in zip(active, self._backend.draft(rows), strict=True):
             self._kv.write_draft(d.seq, 1)
             d.take(token, prob)

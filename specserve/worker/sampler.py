@@ -1,0 +1,158 @@
+"""Sampler: the token at position i is argmax(processed_logits_i + gumbel(seed, i)); greedy adds no noise.
+
+The same code serves the target's rows 0..K and the draft model's, each with the history that its position has. What a
+row gives depends on its logits, its request's options and seed and its position, never on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from specserve.core.protocols import Bitmask
+from specserve.worker.noise import gumbel
+from specserve.worker.process import apply_options
+from specserve.worker.states import SamplingState
+from specserve.worker.truncate import truncate
+
+NO_TOKEN = -1  # of a row without a finite entry
+MAX_ROWS = 64  # rows processed at once: bounds the memory of their copies
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Adjacent rows of one request.
+
+    Attributes:
+        first, count: rows of the logits.
+        position: of the token that row 0 samples, counted in the request's whole sequence.
+        prefix: tokens before it that are not in the state's history yet.
+        chain: draft tokens between the rows (at least count - 1).
+        mask: int32 [count, words], or None.
+        keep_processed: hand back the processed logits of these rows.
+    """
+
+    state: SamplingState
+    first: int
+    count: int
+    position: int
+    prefix: tuple[int, ...] = ()
+    chain: tuple[int, ...] = ()
+    mask: Bitmask | None = None
+    keep_processed: bool = False
+
+    @property
+    def edits(self) -> bool:
+        return self.mask is not None or self.state.edits(self.position)
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but an argmax of the model's logits is asked for."""
+        return self.state.params.greedy and not self.keep_processed and not self.edits
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One entry a row of the logits.
+
+    Attributes:
+        token_ids: NO_TOKEN where a row has no finite entry.
+        probs: probability of each token in the distribution it was drawn from, if asked for; 1.0 for greedy.
+        processed: row -> float32 [V], the distribution's logits before noise, where a group keeps them.
+    """
+
+    token_ids: list[int]
+    probs: list[float] = field(default_factory=list)
+    processed: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def sample(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_size: int, *, probs: bool = False) -> Sampled:
+    """Sample every row.
+
+    Args:
+        logits: float32 [m, at least vocab_size]; not changed. Ids from vocab_size on are padding.
+        groups: cover the m rows.
+        probs: whether to give probabilities.
+    """
+    logits = logits[:, :vocab_size]
+    tokens = np.full(len(logits), NO_TOKEN, dtype=np.int64)
+    result = Sampled([], [1.0] * len(logits) if probs else [])
+    others = [g for g in groups if not g.plain]
+    if len(others) < len(groups):
+        tokens[:] = _best(logits)
+    for batch in _batches(others):
+        rows = np.concatenate([np.arange(g.first, g.first + g.count) for g in batch])
+        tokens[rows] = _sample(logits, rows, batch, result, probs)
+    result.token_ids = tokens.tolist()
+    return result
+
+
+def _sample(
+    logits: torch.Tensor, rows: np.ndarray, groups: Sequence[RowGroup], result: Sampled, probs: bool
+) -> np.ndarray:
+    """The rows of some groups, int64 [n]: options, temperature, truncation, noise, argmax."""
+    x = logits.index_select(0, torch.from_numpy(rows)).contiguous()
+    counts = np.array([g.count for g in groups])
+    begins = np.cumsum(counts) - counts
+    for g, begin in zip(groups, begins, strict=True):
+        if g.edits:
+            apply_options(x[begin : begin + g.count], g.state, g.position, g.prefix, g.chain, g.mask)
+    params = [g.state.params for g in groups]
+    temperature = np.repeat(np.array([p.temperature or 1.0 for p in params], dtype=np.float32), counts)
+    x.div_(torch.from_numpy(temperature)[:, None])
+    for g, begin, p in zip(groups, begins, params, strict=True):
+        if g.state.truncates:
+            for row in x[begin : begin + g.count]:
+                truncate(row, k=p.top_k, p=p.top_p, smallest=p.min_p)
+        if g.keep_processed:
+            result.processed.update((g.first + j, x[begin + j].clone()) for j in range(g.count))
+    noisy = np.repeat(np.array([not p.greedy for p in params]), counts)
+    normal = torch.logsumexp(x, 1) if probs else None
+    drawn = _with_noise(x, groups, counts, noisy)
+    tokens = _best(drawn)
+    if normal is not None:
+        chosen = torch.exp(x[torch.arange(len(x)), torch.from_numpy(np.maximum(tokens, 0))] - normal).tolist()
+        for row, is_noisy, value in zip(rows.tolist(), noisy.tolist(), chosen, strict=True):
+            result.probs[row] = value if is_noisy else 1.0
+    return tokens
+
+
+def _with_noise(x: torch.Tensor, groups: Sequence[RowGroup], counts: np.ndarray, noisy: np.ndarray) -> torch.Tensor:
+    """x with Gumbel noise on the rows that are not greedy. x float32 [n, V] is not changed."""
+    if not noisy.any():
+        return x
+    begins = np.cumsum(counts) - counts
+    seeds = np.repeat(np.array([g.state.seed for g in groups], dtype=np.int64), counts)
+    bases = np.repeat(np.array([g.position for g in groups], dtype=np.int64) - begins, counts)
+    positions = bases + np.arange(len(bases))
+    chosen = torch.from_numpy(np.flatnonzero(noisy))
+    noise = gumbel(torch.from_numpy(seeds)[chosen], torch.from_numpy(positions)[chosen], x.shape[1])
+    if len(chosen) == len(x):
+        return noise.add_(x)
+    drawn = x.clone()
+    drawn[chosen] += noise
+    return drawn
+
+
+def _best(x: torch.Tensor) -> np.ndarray:
+    """argmax of each row, int64 [n], the lowest id among equals; NO_TOKEN where the largest entry is not finite."""
+    best = x.argmax(1)
+    peak = x.gather(1, best[:, None])[:, 0]
+    return np.asarray(torch.where(torch.isfinite(peak), best, NO_TOKEN).numpy())
+
+
+def _batches(groups: Sequence[RowGroup]) -> Iterator[list[RowGroup]]:
+    """Groups in runs of at most MAX_ROWS rows (one group at least)."""
+    batch: list[RowGroup] = []
+    rows = 0
+    for g in groups:
+        if batch and rows + g.count > MAX_ROWS:
+            yield batch
+            batch, rows = [], 0
+        batch.append(g)
+        rows += g.count
+    if batch:
+        yield batch

@@ -1,0 +1,120 @@
+"""SamplingState: what the worker keeps of one request to choose its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from specserve.core.plan import NewRequest
+from specserve.core.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """One request's options as tensors, and its history as far as they need it.
+
+    Attributes:
+        seed: as int64 (the bits of the unsigned 64-bit seed).
+        num_prompt_tokens: positions before it hold the prompt.
+        end_ids: int64 [e], ids that end the answer (forbidden below min_tokens).
+        forbidden: bool [V], ids that are never allowed; None for none.
+        bias: (int64 [b], float32 [b]) ids and what is added to their logits; None for none.
+        counts: int32 [V], how often each id is in the output so far; None without penalties.
+        in_prompt: bool [V], ids of the prompt; None without a repetition penalty.
+    """
+
+    params: SamplingParams
+    seed: int
+    num_prompt_tokens: int
+    end_ids: torch.Tensor
+    forbidden: torch.Tensor | None = None
+    bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    counts: torch.Tensor | None = None
+    in_prompt: torch.Tensor | None = None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p may drop tokens. They never drop the best one, so greedy skips them."""
+        p = self.params
+        return not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+
+    def edits(self, position: int) -> bool:
+        """Whether any option changes the logits of the token at `position` (grammar and temperature aside)."""
+        return (
+            self.forbidden is not None
+            or self.bias is not None
+            or self.counts is not None
+            or self.below_minimum(position)
+        )
+
+    def below_minimum(self, position: int) -> bool:
+        """Whether the token at `position` must not be an end token yet (min_tokens)."""
+        return position - self.num_prompt_tokens < self.params.min_tokens
+
+    def append(self, tokens: Iterable[int]) -> None:
+        """Emitted tokens become history."""
+        if self.counts is not None:
+            for token in tokens:
+                self.counts[token] += 1
+
+
+class StateTable:
+    """Sampling states by request id.
+
+    Args:
+        vocab_size: V, ids with a meaning; the logits' padding beyond it is never sampled.
+        eos_ids: the model's end tokens.
+    """
+
+    def __init__(self, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self.vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._states: dict[str, SamplingState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, request_id: str) -> SamplingState:
+        return self._states[request_id]
+
+    def update(self, added: Iterable[NewRequest], removed: Iterable[str]) -> None:
+        """Drop states, then create or replace."""
+        for request_id in removed:
+            self._states.pop(request_id, None)
+        for new in added:
+            self._states[new.request_id] = self._create(new)
+
+    def _create(self, new: NewRequest) -> SamplingState:
+        p = new.params
+        ends = set(p.stop_token_ids) if p.ignore_eos else self._eos_ids.union(p.stop_token_ids)
+        state = SamplingState(
+            params=p,
+            seed=new.seed - 2**64 if new.seed >= 2**63 else new.seed,
+            num_prompt_tokens=new.num_prompt_tokens,
+            end_ids=self._ids(sorted(ends)),
+            forbidden=self._forbidden(p),
+        )
+        if p.logit_bias:
+            known = {token: value for token, value in p.logit_bias.items() if token < self.vocab_size}
+            state.bias = (self._ids(known), torch.tensor(list(known.values()), dtype=torch.float32))
+        if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0:
+            output = torch.tensor(new.token_ids[new.num_prompt_tokens :], dtype=torch.int64)
+            state.counts = torch.bincount(output, minlength=self.vocab_size).to(torch.int32)
+        if p.repetition_penalty != 1.0:
+            state.in_prompt = torch.zeros(self.vocab_size, dtype=torch.bool)
+            state.in_prompt[list(new.token_ids[: new.num_prompt_tokens])] = True
+        return state
+
+    def _forbidden(self, p: SamplingParams) -> torch.Tensor | None:
+        if p.allowed_token_ids is None and not p.banned_token_ids:
+            return None
+        forbidden = torch.full((self.vocab_size,), p.allowed_token_ids is not None)
+        forbidden[self._ids(p.allowed_token_ids or ())] = False
+        forbidden[self._ids(p.banned_token_ids)] = True
+        return forbidden
+
+    def _ids(self, ids: Iterable[int]) -> torch.Tensor:
+        """int64, without ids that the vocabulary does not have."""
+        return torch.tensor([i for i in ids if i < self.vocab_size], dtype=torch.int64)
