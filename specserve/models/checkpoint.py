@@ -35,7 +35,7 @@ def fit_weights(
     for name, shape in shapes.items():
         if tuple(weights[name].shape) != tuple(shape):
             raise ModelLoadError(
-                f"model: tensor {name} has the shape {tuple(weights[name].shape)}, the configuration says {tuple(shape)}",
+                f"model: tensor {name} has the shape {tuple(weights[name].shape)}, not {tuple(shape)} as configured",
                 param="model",
             )
     return {name: weights[name] for name in shapes}

@@ -92,6 +92,10 @@ class GGUFFile:
         rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
         return flat.reshape(rows, -1)
 
+    def header(self) -> bytes:
+        """The file up to its tensors' data: metadata and the list of tensors."""
+        return self._data[: self._header_end]
+
     def _parse(self) -> None:
         if self._data[:4] != b"GGUF":
             raise _Corrupt("it does not begin with GGUF")
@@ -105,6 +109,7 @@ class GGUFFile:
             key = self._string()
             self.metadata[key] = self._value(self._scalar("<I"))
         infos = [self._tensor_info() for _ in range(self._count(num_tensors, 24))]
+        self._header_end = self._position
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0:
             raise _Corrupt(f"alignment {alignment!r} is not a positive number")

@@ -73,7 +73,7 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
     if not index.is_file():
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         reason = (
-            f"its weights are pickles ({pickles[0]}), which can run code when they are read; convert them to safetensors"
+            f"its weights are pickles ({pickles[0]}), which may run code when read; convert them to safetensors"
             if pickles
             else f"it has neither {_SINGLE} nor {_INDEX}"
         )
