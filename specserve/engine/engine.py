@@ -1,0 +1,327 @@
+"""Engine: the loop that joins scheduler, drafter, executor and grammars. Runs in any one thread; knows no sockets.
+
+One step: grammars that are compiled -> drafts -> schedule -> forward (masks are filled meanwhile) -> sample -> judge
+-> commit -> events. Whatever fails, every request it touches ends with exactly one terminal event and the loop goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from specserve.core.errors import InvalidRequestError, SpecserveError
+from specserve.core.messages import (
+    AbortCommand,
+    Command,
+    DeltaEvent,
+    EngineStats,
+    Event,
+    FinishedEvent,
+    GenerateCommand,
+    QueuedEvent,
+    StartedEvent,
+)
+from specserve.core.plan import SampledTokens, StepPlan, StepResult
+from specserve.core.protocols import Drafter, Executor, Matcher
+from specserve.core.request import Request, Status
+from specserve.engine.checks import EngineLimits, Vocabulary, check_params, check_prompt, end_ids, resolve_params
+from specserve.engine.compile import CompilePool, Compiler
+from specserve.engine.drafting import Controller, Drafting
+from specserve.engine.faults import failed_event, log_fault
+from specserve.engine.judge import Judge, Release
+from specserve.engine.live import LiveRequest, position_logprobs
+from specserve.engine.masking import fill_masks
+from specserve.engine.metrics import Metrics
+from specserve.engine.settle import Settled, settle
+from specserve.kv.manager import KVManager
+from specserve.sched.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+STALL_WARNING = 10.0  # seconds in which nothing runs though requests wait
+COMPILE_POLL = 0.005  # seconds between looks at compilations where nothing else is to do
+STALL_POLL = 0.01
+
+
+class Engine:
+    """Commands in, events out.
+
+    Args:
+        scheduler, kv: as the scheduler was built with.
+        executor: runs plans. Closed by `close`.
+        vocabulary: the tokenizer's part that the engine needs (models.tokenizer.Tokenizer has it).
+        limits: see EngineLimits.
+        drafter, controller: None drafts nothing; without a controller the budget is always the limit.
+        compiler: compiles grammars; None refuses guided requests.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv: KVManager,
+        executor: Executor,
+        *,
+        vocabulary: Vocabulary,
+        limits: EngineLimits,
+        drafter: Drafter | None = None,
+        controller: Controller | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.limits = limits
+        self.vocabulary = vocabulary
+        self.scheduler = scheduler
+        self.kv = kv
+        self.metrics = Metrics()
+        self._executor = executor
+        self._drafting = Drafting(drafter, controller, limits.num_speculative_tokens, vocabulary.vocab_size)
+        self._compiling: CompilePool | None = None
+        if compiler is not None:
+            self._compiling = CompilePool(
+                compiler,
+                threads=limits.compile_threads,
+                limit=limits.compile_limit,
+                timeout=limits.compile_timeout,
+            )
+        self._live: dict[str, LiveRequest] = {}
+        self._events: list[Event] = []
+        self._arrivals = 0
+        self._stalled_since: float | None = None
+        self._closed = False
+
+    @property
+    def has_work(self) -> bool:
+        """A step has something to do or to wait for."""
+        return bool(self._events or self._live)
+
+    def pause(self) -> float | None:
+        """Seconds that the loop may wait for commands before the next step; None for as long as it likes."""
+        if self._events or (self.scheduler.has_work and self._stalled_since is None):
+            return 0.0
+        if self.scheduler.has_work:
+            return STALL_POLL
+        return COMPILE_POLL if self._live else None
+
+    def handle(self, command: Command) -> None:
+        """Take a command in; its events come with the next step. Never raises for what a request did wrong."""
+        if isinstance(command, AbortCommand):
+            self._abort(command.request_id)
+        elif command.request_id in self._live:
+            logger.error("a request id that is in use was given again; ignored")
+        else:
+            try:
+                self._accept(command)
+            except Exception as error:
+                self._refuse(command, error)
+
+    def step(self) -> list[Event]:
+        """One step, if there is anything to do; all events since the last one."""
+        self._admit_compiled()
+        if self.scheduler.has_work:
+            self._run()
+        events, self._events = self._events, []
+        return events
+
+    def fail_all(self, error: BaseException) -> list[Event]:
+        """End every live request with `error`: what the loop does with a fault that no request explains."""
+        for live in list(self._live.values()):
+            self._fail(live, error)
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> EngineStats:
+        target, draft = self.kv.target, self.kv.draft
+        compiling = len(self._compiling) if self._compiling is not None else 0
+        self.metrics.set("engine_stalled", float(self._stalled_since is not None))
+        self.metrics.set("drafter_faults_total", self._drafting.faults)
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting) + compiling,
+            kv_blocks=target.num_blocks,
+            kv_blocks_used=target.num_used,
+            draft_kv_blocks=draft.num_blocks if draft is not None else 0,
+            draft_kv_blocks_used=draft.num_used if draft is not None else 0,
+            counters=self.metrics.snapshot(),
+        )
+
+    def close(self) -> None:
+        """Free everything. Requests still alive get no further event: whoever drives the loop tells their owners."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._compiling is not None:
+            self._compiling.close()
+        for live in list(self._live.values()):
+            self._drop(live)
+        self._executor.close()
+
+    # Requests in and out.
+
+    def _accept(self, command: GenerateCommand) -> None:
+        size = self.vocabulary.vocab_size
+        check_prompt(command, size, self.limits.max_model_len)
+        check_params(command.params, size)
+        seed = secrets.randbits(64) if command.params.seed is None else command.params.seed
+        params = resolve_params(command, self.limits.max_model_len, self.kv.max_positions, seed)
+        guided = params.guided
+        request = Request(
+            command.request_id,
+            list(command.prompt_token_ids),
+            params,
+            seed=seed,
+            namespace=command.namespace,
+            priority=command.priority,
+            arrival=self._arrivals,
+            status=Status.WAITING if guided is None else Status.COMPILING,
+        )
+        budget = params.max_tokens or 1
+        judge = Judge(params, self.vocabulary.token_bytes, end_ids(params, self.vocabulary.eos_ids), budget)
+        live = LiveRequest(request, judge, command.report_speculation)
+        if guided is None:
+            self.scheduler.add(request)
+        elif self._compiling is None:
+            raise InvalidRequestError("guided: this engine has no grammar compiler", param="guided")
+        else:
+            self._compiling.submit(request.request_id, guided)
+            self._queue_event(live)
+        self._arrivals += 1
+        self._live[request.request_id] = live
+
+    def _refuse(self, command: GenerateCommand, error: Exception) -> None:
+        log_fault(logger, "a request was refused", error)
+        event = failed_event(command.request_id, error)
+        self.metrics.failed(event.code, event.usage)
+        self._events.append(event)
+
+    def _admit_compiled(self) -> None:
+        if self._compiling is None:
+            return
+        for request_id, outcome in self._compiling.ready():
+            live = self._live[request_id]
+            try:
+                if isinstance(outcome, Exception):
+                    raise outcome
+                self._admit(live, outcome)
+            except Exception as error:
+                self._fail(live, error)
+
+    def _admit(self, live: LiveRequest, matcher: Matcher) -> None:
+        live.judge.matcher = matcher
+        live.request.move_to(Status.WAITING)
+        self.scheduler.add(live.request)
+
+    def _abort(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            self._emit(live, live.judge.flush())
+            self._finish(live, "cancelled")
+
+    def _finish(self, live: LiveRequest, reason: str) -> None:
+        self._drop(live)
+        usage = live.usage()
+        self.metrics.finished(reason, usage)
+        request = live.request
+        self._events.append(FinishedEvent(request.request_id, reason, usage, request.seed, self.limits.numerics))
+
+    def _fail(self, live: LiveRequest, error: BaseException) -> None:
+        self._drop(live)
+        log_fault(logger, "a request failed", error)
+        event = failed_event(live.request_id, error, live.usage())
+        self.metrics.failed(event.code, event.usage)
+        self._events.append(event)
+
+    def _drop(self, live: LiveRequest) -> None:
+        """Forget a request everywhere."""
+        self._live.pop(live.request_id, None)
+        if self._compiling is not None:
+            self._compiling.cancel(live.request_id)
+        self.scheduler.finish(live.request_id)
+        self._drafting.forget(live.request_id, ended=True)
+
+    # One step.
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        for live, error in self._drafting.propose(list(self._live.values())):
+            self._fail(live, error)
+        drafted = time.perf_counter()
+        plan = self.scheduler.schedule()
+        self._note_scheduled(plan)
+        if plan is None:
+            return
+        try:
+            self._executor.forward(plan)
+            masks, failed = fill_masks(plan, self._live, self.limits.logits_size or self.vocabulary.vocab_size)
+            result = self._executor.sample(plan, masks)
+            if [o.request_id for o in result.outputs] != [r.request_id for r in plan.requests]:
+                raise SpecserveError("the executor's outputs are not those of its plan")
+        except Exception as error:
+            self._fail_plan(plan, error)
+            return
+        settled = settle(plan, result, self._live, failed, self.vocabulary.token_bytes)
+        self.scheduler.commit(plan, settled.result)
+        seconds = time.perf_counter() - began
+        self._drafting.observe(plan, settled.result, seconds)
+        self.metrics.step({"draft": drafted - began, **result.timings}, seconds)
+        self._publish(settled)
+
+    def _publish(self, settled: Settled) -> None:
+        """Events of a step whose outputs are committed."""
+        for draft, accepted in settled.drafts:
+            self.metrics.draft(draft, accepted)
+        for event in settled.events:
+            self._events.append(event)
+        for live, reason in settled.finished:
+            self._finish(live, reason)
+        for live, error in settled.failed:
+            self._fail(live, error)
+
+    def _fail_plan(self, plan: StepPlan, error: Exception) -> None:
+        """The executor failed: every request of the plan ends; nothing of the step is committed."""
+        log_fault(logger, f"step {plan.step} with {len(plan.requests)} requests failed", error)
+        for scheduled in plan.requests:
+            live = self._live.get(scheduled.request_id)
+            if live is not None:
+                self._fail(live, error)
+        outputs = tuple(SampledTokens(r.request_id, r.epoch) for r in plan.requests)
+        self.scheduler.commit(plan, StepResult(plan.step, outputs))
+
+    def _note_scheduled(self, plan: StepPlan | None) -> None:
+        """Started and queued events, preemptions, and the watchdog."""
+        planned = {r.request_id for r in plan.requests} if plan is not None else set()
+        for live in self._live.values():
+            request = live.request
+            if request.epoch != live.epoch:
+                live.epoch = request.epoch
+                self.metrics.add("num_preemptions_total")
+                self._drafting.forget(request.request_id, ended=False)
+            if live.started:
+                continue
+            if request.request_id in planned:
+                live.started = True
+                self._events.append(
+                    StartedEvent(request.request_id, request.seed, request.num_prompt_tokens, request.num_cached)
+                )
+            else:
+                self._queue_event(live)
+        self._watch(plan)
+
+    def _watch(self, plan: StepPlan | None) -> None:
+        """Requests wait though nothing runs: shown in the counters, and said once."""
+        now = time.monotonic()
+        if plan is not None:
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since > STALL_WARNING:
+            logger.warning("%d requests wait and nothing runs", len(self._live))
+            self._stalled_since = now
+
+    def _queue_event(self, live: LiveRequest) -> None:
+        if not live.queued:
+            live.queued = True
+            self._events.append(QueuedEvent(live.request_id))
+
+    def _emit(self, live: LiveRequest, release: Release) -> None:
+        if release.token_ids or release.text:
+            logprobs = position_logprobs(release, self.vocabulary.token_bytes)
+            self._events.append(DeltaEvent(live.request_id, release.token_ids, release.text, logprobs))

@@ -1,0 +1,108 @@
+"""What a step's outputs mean: cut where answers end, counted, and turned into events. Changes nothing but judges."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from specserve.core.errors import InvalidRequestError
+from specserve.core.messages import DeltaEvent, Event, ProgressEvent
+from specserve.core.plan import SampledTokens, ScheduledRequest, StepPlan, StepResult
+from specserve.core.tree import EMPTY_TREE, TokenTree
+from specserve.engine.judge import Verdict
+from specserve.engine.live import LiveRequest, TokenBytes, position_logprobs, speculation_step
+
+
+@dataclass(slots=True)
+class Settled:
+    """Of one step: the result to commit, and what follows from it once it is committed.
+
+    Attributes:
+        drafts: each verified draft, as far as the answer went, and how many of its tokens were accepted.
+    """
+
+    result: StepResult
+    events: list[Event] = field(default_factory=list)
+    finished: list[tuple[LiveRequest, str]] = field(default_factory=list)
+    failed: list[tuple[LiveRequest, Exception]] = field(default_factory=list)
+    drafts: list[tuple[TokenTree, int]] = field(default_factory=list)
+
+
+def settle(
+    plan: StepPlan,
+    result: StepResult,
+    lives: Mapping[str, LiveRequest],
+    broken: Mapping[str, Exception],
+    token_bytes: TokenBytes,
+) -> Settled:
+    """Judge every output. A request whose judge fails, or that is in `broken`, emits nothing and fails alone."""
+    settled = Settled(result)
+    outputs = []
+    for scheduled, output in zip(plan.requests, result.outputs, strict=True):
+        live = lives.get(output.request_id)
+        if live is None:
+            outputs.append(_cut(output, 0))
+            continue
+        before = live.judge.num_tokens
+        try:
+            if output.request_id in broken:
+                raise broken[output.request_id]
+            outputs.append(_settle_one(settled, live, scheduled, output, token_bytes))
+        except Exception as error:
+            live.judge.num_tokens = before
+            settled.failed.append((live, error))
+            outputs.append(_cut(output, 0))
+    settled.result = dataclasses.replace(result, outputs=tuple(outputs))
+    return settled
+
+
+def _settle_one(
+    settled: Settled, live: LiveRequest, scheduled: ScheduledRequest, output: SampledTokens, token_bytes: TokenBytes
+) -> SampledTokens:
+    if scheduled.num_logits == 0:
+        total = live.request.num_prompt_tokens
+        computed = min(scheduled.start + len(scheduled.token_ids), total)
+        settled.events.append(ProgressEvent(live.request_id, computed, total))
+        return output
+    if not output.token_ids:
+        raise InvalidRequestError("no token is left that the request's restrictions allow", code="no_legal_token")
+    verdict = live.judge.judge(output.token_ids, output.logprobs)
+    draft, accepted = _verified(scheduled.draft, output, verdict)
+    release = verdict.release
+    report = live.report_speculation and bool(draft)
+    if release.token_ids or release.text or report:
+        steps = (speculation_step(draft, accepted, token_bytes),) if report else ()
+        logprobs = position_logprobs(release, token_bytes)
+        settled.events.append(DeltaEvent(live.request_id, release.token_ids, release.text, logprobs, steps))
+    live.count_draft(draft, accepted)
+    if draft:
+        settled.drafts.append((draft, accepted))
+    if verdict.finish_reason is not None:
+        settled.finished.append((live, verdict.finish_reason))
+    cut = _cut(output, verdict.num_tokens)
+    return dataclasses.replace(cut, num_drafted=len(draft), num_accepted=accepted)
+
+
+def _verified(draft: TokenTree, output: SampledTokens, verdict: Verdict) -> tuple[TokenTree, int]:
+    """The part of the draft that counts, and its accepted tokens.
+
+    Where the answer ends inside the accepted tokens, what was drafted behind the end was neither accepted nor
+    rejected: it counts for nothing.
+    """
+    if not draft:
+        return EMPTY_TREE, 0
+    accepted = min(output.num_accepted, verdict.num_tokens)
+    if verdict.finish_reason is not None and accepted == verdict.num_tokens:
+        return draft.truncate(accepted), accepted
+    return draft, accepted
+
+
+def _cut(output: SampledTokens, count: int) -> SampledTokens:
+    """The first `count` tokens of an output."""
+    return dataclasses.replace(
+        output,
+        token_ids=output.token_ids[:count],
+        logprobs=output.logprobs[:count],
+        num_accepted=min(output.num_accepted, count),
+    )

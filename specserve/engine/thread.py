@@ -1,0 +1,118 @@
+"""EngineThread: an engine in a thread of this process, for the Python API."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specserve.core.errors import EngineDeadError, InvalidRequestError
+from specserve.core.messages import Command, EngineStats, Event, GenerateCommand
+from specserve.engine.backend import Deliver
+from specserve.engine.engine import Engine
+from specserve.engine.faults import describe
+from specserve.engine.ledger import Ledger
+from specserve.engine.loop import run_loop
+
+logger = logging.getLogger(__name__)
+
+
+def engine_info(engine: Engine) -> dict[str, Any]:
+    """What a Backend's `info` holds."""
+    return {
+        "max_model_len": engine.limits.max_model_len,
+        "vocab_size": engine.vocabulary.vocab_size,
+        "numerics": engine.limits.numerics,
+    }
+
+
+class EngineThread:
+    """Builds the engine in its thread (thread settings of math libraries belong to the calling thread) and runs it.
+
+    Args:
+        build: makes the engine; called once, in the thread.
+    """
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self._build = build
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._ledger = Ledger()
+        self._deliver: Deliver = lambda events: None
+        self._built = threading.Event()
+        self._engine: Engine | None = None
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._lock = threading.Lock()  # between `send` and the end: no command is accepted and then forgotten
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._thread.start()
+        self._built.wait()
+        if self._error is not None:
+            raise self._error
+
+    def send(self, command: Command) -> None:
+        with self._lock:
+            if self._stopping or self._engine is None:
+                raise EngineDeadError("the engine does not run")
+            if isinstance(command, GenerateCommand) and not self._ledger.open(command.request_id):
+                raise InvalidRequestError("request_id: is in use", param="request_id")
+            self._commands.put(command)
+
+    @property
+    def ready(self) -> bool:
+        return self._engine is not None and not self._stopping
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return engine_info(self._engine) if self._engine is not None else {}
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats() if self._engine is not None else EngineStats()
+
+    def close(self) -> None:
+        with self._lock:
+            self._stopping = True
+        self._commands.put(None)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            engine = self._build()
+        except BaseException as error:
+            self._error = error
+            self._built.set()
+            return
+        self._engine = engine
+        self._built.set()
+        end = "the engine was closed"
+        try:
+            run_loop(engine, self._receive, self._pass_on)
+        except Exception as error:
+            end = "the engine ended"
+            logger.error("the engine ended: %s", describe(error))
+        finally:
+            with self._lock:
+                self._stopping = True
+            engine.close()
+            self._deliver(self._ledger.fail(EngineDeadError(end)))
+
+    def _receive(self, pause: float | None) -> Sequence[Command] | None:
+        commands: list[Command] = []
+        while True:
+            try:
+                # Waits for the first only; what else is there comes along.
+                wait = not commands and pause != 0.0
+                command = self._commands.get(wait, pause if wait else None)
+            except queue.Empty:
+                return commands
+            if command is None:
+                return None
+            commands.append(command)
+
+    def _pass_on(self, events: Sequence[Event]) -> None:
+        self._deliver(self._ledger.pass_on(events))
