@@ -1,0 +1,55 @@
+"""WorkerStates: which sampling states the worker has, and what the next plan must tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from specserve.core.plan import NewRequest, StepPlan
+from specserve.core.request import Request
+
+
+class WorkerStates:
+    """Mirror of the worker's sampling states. They follow the KV: added when a request gets some, removed after."""
+
+    __slots__ = ("_again", "_known", "_removed")
+
+    def __init__(self) -> None:
+        self._known: dict[str, None] = {}
+        self._removed: dict[str, None] = {}  # to be dropped with the next plan
+        self._again: dict[str, Request] = {}  # their plan was abandoned: to be added once more
+
+    def forget(self, request_id: str) -> None:
+        """The request ended or gave its KV up."""
+        self._again.pop(request_id, None)
+        if request_id in self._known:
+            del self._known[request_id]
+            self._removed[request_id] = None
+
+    def changes(self, started: Iterable[Request]) -> tuple[tuple[NewRequest, ...], tuple[str, ...]]:
+        """`added` and `removed` of the plan that starts these requests. An added id replaces, so is not removed."""
+        added = tuple([_describe(r) for r in (*self._again.values(), *started)])
+        for new in added:
+            self._known[new.request_id] = None
+            self._removed.pop(new.request_id, None)
+        removed = tuple(self._removed)
+        self._removed.clear()
+        self._again.clear()
+        return added, removed
+
+    def abandoned(self, plan: StepPlan, planned: Iterable[Request]) -> None:
+        """The worker may or may not have seen the plan's changes: tell it again. `planned` are those still running."""
+        added = {new.request_id for new in plan.added}
+        self._again.update((r.request_id, r) for r in planned if r.request_id in added)
+        self._removed.update((i, None) for i in plan.removed if i not in self._known)
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Assert the invariants; tests call it after every step."""
+        assert not self._known.keys() & self._removed.keys()
+        assert self._known.keys() == {r.request_id for r in running}, "the worker knows those that own KV"
+        assert self._again.keys() <= self._known.keys()
+
+
+def _describe(request: Request) -> NewRequest:
+    return NewRequest(
+        request.request_id, tuple(request.token_ids), request.num_prompt_tokens, request.params, request.seed
+    )
