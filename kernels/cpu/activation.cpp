@@ -1,0 +1,31 @@
+// SwiGLU's activation: silu(gate) * up over merged rows [gate | up].
+#include "vec.h"
+
+namespace specserve {
+
+template <typename T>
+void silu_mul_rows(const T* gate_up, T* out, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 8192)
+    for (int64_t r = 0; r < rows; r++) {
+        const T* gate = gate_up + r * 2 * width;
+        const T* up = gate + width;
+        T* to = out + r * width;
+        for (int64_t i = 0; i < width; i += W) {
+            vfloat g = load_some(gate + i, width - i), u = load_some(up + i, width - i);
+            store_some(to + i, g / (1.0f + exp(-g)) * u, width - i);
+        }
+    }
+}
+
+}  // namespace specserve
+
+using namespace specserve;
+
+extern "C" {
+void ss_silu_mul_f32(const float* gate_up, float* out, int64_t rows, int64_t width, int threads) {
+    silu_mul_rows(gate_up, out, rows, width, threads);
+}
+void ss_silu_mul_bf16(const bf16* gate_up, bf16* out, int64_t rows, int64_t width, int threads) {
+    silu_mul_rows(gate_up, out, rows, width, threads);
+}
+}

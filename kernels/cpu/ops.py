@@ -1,0 +1,190 @@
+"""The ops on CPU: native where the library is there and takes the shape, else the reference. Signatures are its own."""
+
+from __future__ import annotations
+
+import torch
+
+from specserve.kernels import reference
+from specserve.kernels.cpu.native import library
+from specserve.kernels.reference import copy_blocks
+
+if __name__.partition(".")[0] == "kernels":
+    raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
+
+__all__ = [
+    "add_rms_norm",
+    "apply_bitmask_",
+    "argmax",
+    "copy_blocks",
+    "gumbel",
+    "log_softmax",
+    "paged_attention",
+    "rms_norm",
+    "rope_store",
+    "silu_mul",
+]
+
+_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+MAX_HEAD_DIM = 256
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    return _norm(x, None, weight, eps, out)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    return _norm(x, residual, weight, eps, out)
+
+
+def _norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None
+) -> torch.Tensor:
+    lib = library()
+    name = f"ss_norm_{_NAMES.get(x.dtype)}_{_NAMES.get(weight.dtype)}"
+    if lib is None or not hasattr(lib, name) or not x.is_contiguous():
+        if residual is None:
+            return reference.rms_norm(x, weight, eps, out)
+        return reference.add_rms_norm(x, residual, weight, eps, out)
+    result = torch.empty(x.shape, dtype=weight.dtype) if out is None else out
+    width = x.shape[-1]
+    getattr(lib, name)(
+        x.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        result.data_ptr(),
+        x.numel() // width,
+        width,
+        eps,
+        torch.get_num_threads(),
+    )
+    return result
+
+
+def rope_store(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    lib = library()
+    if lib is None or qkv.dtype not in _NAMES or qkv.stride(1) != 1:
+        reference.rope_store(
+            qkv, num_heads, num_kv_heads, cos, sin, positions, key_cache, value_cache, slots, q_norm, k_norm, eps
+        )
+        return
+    getattr(lib, f"ss_rope_store_{_NAMES[qkv.dtype]}")(
+        qkv.data_ptr(),
+        None if q_norm is None else q_norm.data_ptr(),
+        None if k_norm is None else k_norm.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        positions.data_ptr(),
+        slots.data_ptr(),
+        qkv.shape[0],
+        qkv.stride(0),
+        num_heads,
+        num_kv_heads,
+        key_cache.shape[3],
+        eps,
+        torch.get_num_threads(),
+    )
+
+
+def paged_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    row_sequence: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    lib = library()
+    n, num_heads, dim = q.shape
+    if lib is None or q.dtype not in _NAMES or dim % 16 or dim > MAX_HEAD_DIM or q.stride(2) != 1 or q.stride(1) != dim:
+        return reference.paged_attention(
+            q, key_cache, value_cache, block_tables, row_sequence, positions, scale, window, out
+        )
+    result = torch.empty(n, num_heads * dim, dtype=q.dtype) if out is None else out
+    getattr(lib, f"ss_attention_{_NAMES[q.dtype]}")(
+        q.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        result.data_ptr(),
+        block_tables.data_ptr(),
+        row_sequence.data_ptr(),
+        positions.data_ptr(),
+        n,
+        q.stride(0),
+        block_tables.stride(0),
+        num_heads,
+        key_cache.shape[2],
+        dim,
+        key_cache.shape[1],
+        scale,
+        window,
+        torch.get_num_threads(),
+    )
+    return result
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    lib = library()
+    if lib is None or gate_up.dtype not in _NAMES or not gate_up.is_contiguous():
+        return reference.silu_mul(gate_up, out)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    result = torch.empty(rows, width, dtype=gate_up.dtype) if out is None else out
+    function = getattr(lib, f"ss_silu_mul_{_NAMES[gate_up.dtype]}")
+    function(gate_up.data_ptr(), result.data_ptr(), rows, width, torch.get_num_threads())
+    return result
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    lib = library()
+    if lib is None or logits.dtype != torch.float32 or not logits.is_contiguous():
+        return reference.log_softmax(logits)
+    result = torch.empty_like(logits)
+    lib.ss_log_softmax(logits.data_ptr(), result.data_ptr(), *logits.shape, torch.get_num_threads())
+    return result
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    lib = library()
+    if lib is None or logits.dtype != torch.float32 or not logits.is_contiguous():
+        return reference.argmax(logits)
+    result = torch.empty(logits.shape[0], dtype=torch.int64)
+    lib.ss_argmax(logits.data_ptr(), result.data_ptr(), *logits.shape, torch.get_num_threads())
+    return result
+
+
+def apply_bitmask_(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    lib = library()
+    if lib is None or logits.dtype != torch.float32 or not (logits.is_contiguous() and mask.is_contiguous()):
+        return reference.apply_bitmask_(logits, mask)
+    lib.ss_apply_bitmask(logits.data_ptr(), mask.data_ptr(), *logits.shape, mask.shape[1], torch.get_num_threads())
+    return logits
+
+
+def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:
+    lib = library()
+    if lib is None or not (seeds.is_contiguous() and positions.is_contiguous()):
+        return reference.gumbel(seeds, positions, vocab)
+    result = torch.empty(seeds.shape[0], vocab, dtype=torch.float32)
+    lib.ss_gumbel(
+        seeds.data_ptr(), positions.data_ptr(), result.data_ptr(), seeds.shape[0], vocab, torch.get_num_threads()
+    )
+    return result

@@ -1,0 +1,126 @@
+// Vectors of 16 floats (gcc vector extensions, so that any instruction set will do) and the scalar types of storage.
+//
+// Every reduction here has an order that is fixed by the length of the row alone. Nothing depends on the number of rows,
+// on threads or on the alignment of memory.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace specserve {
+
+typedef float vfloat __attribute__((vector_size(64)));
+typedef int32_t vint __attribute__((vector_size(64)));
+typedef uint32_t vuint __attribute__((vector_size(64)));
+typedef uint16_t vhalf __attribute__((vector_size(32)));
+typedef float vfloat8 __attribute__((vector_size(32)));
+typedef float vfloat4 __attribute__((vector_size(16)));
+
+constexpr int64_t W = 16;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline vfloat splat(float x) { return vfloat{} + x; }
+
+inline vfloat load(const float* p) {
+    vfloat v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline vfloat load(const bf16* p) {
+#ifdef __AVX512F__  // the compiler makes four shuffles of the general form
+    return (vfloat)((vuint)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
+#else
+    vhalf h;
+    std::memcpy(&h, p, sizeof h);
+    return (vfloat)(__builtin_convertvector(h, vuint) << 16);
+#endif
+}
+
+inline void store(float* p, vfloat v) { std::memcpy(p, &v, sizeof v); }
+
+// Round to nearest, ties to even, as torch does; NaN stays NaN.
+inline void store(bf16* p, vfloat v) {
+    vuint u = (vuint)v;
+    vuint rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    vint nan = v != v;
+    rounded = (rounded & ~(vuint)nan) | ((vuint)nan & 0x7fc0u);
+#ifdef __AVX512F__
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)rounded));
+#else
+    vhalf h = __builtin_convertvector(rounded, vhalf);
+    std::memcpy(p, &h, sizeof h);
+#endif
+}
+
+// The first `count` (< 16) elements; the rest is `fill`. The same arithmetic then serves whole vectors and tails.
+template <typename T>
+inline vfloat load_tail(const T* p, int64_t count, float fill = 0.0f) {
+    T padded[W];
+    std::memset(padded, 0, sizeof padded);
+    std::memcpy(padded, p, count * sizeof(T));
+    vfloat v = load(padded);
+    for (int64_t i = count; i < W; i++) v[i] = fill;
+    return v;
+}
+
+template <typename T>
+inline void store_tail(T* p, vfloat v, int64_t count) {
+    T padded[W];
+    store(padded, v);
+    std::memcpy(p, padded, count * sizeof(T));
+}
+
+// Whole vectors where at least 16 elements are left, else what is left.
+template <typename T>
+inline vfloat load_some(const T* p, int64_t left, float fill = 0.0f) {
+    return left < W ? load_tail(p, left, fill) : load(p);
+}
+
+template <typename T>
+inline void store_some(T* p, vfloat v, int64_t left) {
+    left < W ? store_tail(p, v, left) : store(p, v);
+}
+
+inline float sum(vfloat v) {
+    vfloat8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    vfloat4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+inline vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
+
+inline float max(vfloat v) {
+    v = max(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = max(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = max(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    return v[0] > v[1] ? v[0] : v[1];
+}
+
+// e^x to about 2 units in the last place (Cephes' polynomial); 0 below -87.3, +inf is not produced: x is clamped at 88.
+inline vfloat exp(vfloat x) {
+    vint tiny = x < -87.3f;
+    x = x > 88.0f ? splat(88.0f) : x;
+    x = tiny ? splat(-87.3f) : x;
+    vfloat shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the rounded integer is in the low bits
+    vfloat n = shifted - 12582912.0f;
+    vfloat r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    vint e = ((vint)shifted - 0x4b400000 + 127) << 23;
+    vfloat y = p * (vfloat)e;
+    return tiny ? splat(0.0f) : y;
+}
+
+}  // namespace specserve
