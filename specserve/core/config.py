@@ -165,6 +165,9 @@ class ServerConfig:
         max_message_bytes: largest WebSocket frame or HTTP body.
         max_responses: active responses on one connection.
         output_buffer_bytes: unsent output a connection may hold before its client counts as too slow.
+        heartbeat_seconds: longest silence of a live response.
+        slow_client_seconds: how long a client may leave the output buffer full before it is disconnected.
+        drain_seconds: how long a stopping server lets live responses run on.
     """
 
     host: str = "127.0.0.1"
@@ -175,8 +178,14 @@ class ServerConfig:
     max_responses: int = 64
     output_buffer_bytes: int = 4 * 2**20
     heartbeat_seconds: float = 10.0
+    slow_client_seconds: float = 30.0
+    drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        for name in ("heartbeat_seconds", "slow_client_seconds", "drain_seconds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 86400:
+                raise ConfigError(f"{name}: {value!r} must be a number of seconds from 0 to 86400", param=name)
         _whole("port", self.port, 0, 65535)
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**30)
         _whole("max_responses", self.max_responses, 1, 65536)

@@ -1,63 +1,82 @@
-"""A real server as a user starts it: `specserve serve --port 0` in a process of its own."""
+"""A real uvicorn server on a free port, in the test's own event loop, over a fake engine client."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
-from specserve.cli.demo import READY
+import orjson
+from websockets.asyncio.client import ClientConnection, connect
+
+from specserve.core.config import ServerConfig
+from specserve.server.serve import Server, bind
+from tests.fakes.client import FakeClient, FakeTokenizer
+
+TERMINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
 
 
-@dataclass(slots=True)
-class Server:
-    """Address and process of a running server."""
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test in a loop of its own, with a limit that only a hang reaches."""
 
-    url: str
-    process: subprocess.Popen[str]
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+
+    return run
+
+
+class Running:
+    """A server that listens."""
+
+    def __init__(self, server: Server, client: FakeClient) -> None:
+        self.server = server
+        self.client = client
+        self.state = server._app.state.server
+        self.task: asyncio.Task[None] | None = None
 
     @property
     def http(self) -> str:
-        return self.url.replace("ws://", "http://").removesuffix("/v1/responses")
+        return f"http://127.0.0.1:{self.server.port}"
 
-    def engine_pid(self) -> int:
-        """The engine process: the server's child that runs specserve's own code."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for child in children:
-            command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            if not any(b"resource_tracker" in part for part in command):
-                return int(child)
-        raise AssertionError("the server has no engine process")
+    def connect(self, **options: Any) -> connect:
+        options.setdefault("max_size", None)
+        options.setdefault("proxy", None)
+        return connect(f"ws://127.0.0.1:{self.server.port}/v1/responses", **options)
 
 
-@contextlib.contextmanager
-def running_server(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """Start it, wait until it says that it is ready, and stop it at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "specserve.cli", "serve", "--port", "0", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(env or {})},
+@asynccontextmanager
+async def running(client: FakeClient | None = None, tokenizer: Any = None, **config: Any) -> AsyncIterator[Running]:
+    """Start, wait until it serves, drain at the end."""
+    client = client or FakeClient()
+    settings = ServerConfig(port=0, **{"drain_seconds": 0.0, **config})
+    ready = asyncio.Event()
+    server = Server(
+        client, tokenizer or FakeTokenizer(), settings, "fake", 1000, on_ready=lambda host, port: ready.set()
     )
-    assert process.stdout is not None
+    handle = Running(server, client)
+    handle.task = asyncio.ensure_future(server.serve([bind(settings)]))
     try:
-        for line in process.stdout:
-            found = READY.search(line)
-            if found:
-                yield Server(found[1], process)
-                break
-        else:
-            raise AssertionError(f"the server ended with status {process.wait()}")
+        await ready.wait()
+        yield handle
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+        server.stop()
+        await handle.task
+
+
+async def send(socket: ClientConnection, **event: Any) -> None:
+    await socket.send(orjson.dumps(event).decode())
+
+
+async def receive(socket: ClientConnection) -> dict[str, Any]:
+    return orjson.loads(await socket.recv())
+
+
+async def until(socket: ClientConnection, *types: str) -> list[dict[str, Any]]:
+    """Events up to and with the first of one of these types."""
+    events = []
+    while not events or events[-1]["type"] not in types:
+        events.append(await receive(socket))
+    return events
