@@ -85,7 +85,7 @@ class Controller:
         """Learn from a step: what was accepted, and what the whole step (drafting included) took in seconds."""
         depth = 0
         for scheduled, output in zip(plan.requests, result.outputs, strict=True):
-            sources = scheduled.draft.sources
+            sources = scheduled.draft.sources[: output.num_drafted]
             self.acceptance.observe(output.request_id, sources, output.num_accepted, len(output.token_ids))
             depth = max(depth, sum(source == "draft_model" for source in sources))
             if sources and output.request_id in self._probes:

@@ -82,6 +82,6 @@ class SuffixDrafter:
 
 
 def copy_forward(tokens: Sequence[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on; past the text's end the copy reads its own output, so that periods go on (LZ77)."""
+    """`count` tokens from `start` on; past the end the copy reads its own output, so that periods go on (LZ77)."""
     period = len(tokens) - start
     return [tokens[start + i % period] for i in range(count)]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specserve.core.protocols import Bitmask
-from specserve.worker.noise import gumbel
+from specserve.kernels.reference import gumbel
 from specserve.worker.process import apply_options
 from specserve.worker.states import SamplingState
 from specserve.worker.truncate import truncate

@@ -1,0 +1,45 @@
+import random
+
+import torch
+
+from specserve.core.plan import ScheduledRequest
+from specserve.worker.inputs import build_batch
+
+
+def test_rows_slots_and_logit_rows():
+    items = [
+        ScheduledRequest("a", 0, (5, 6, 7), 3, [9, 4], 1),
+        ScheduledRequest("b", 0, (8,), 0, [2], 0),
+        ScheduledRequest("c", 0, (1, 2), 7, [1, 3, 8, 6], 2),
+    ]
+    batch = build_batch(items, [i.num_logits for i in items], 4)
+    assert batch.token_ids.tolist() == [5, 6, 7, 8, 1, 2]
+    assert batch.positions.tolist() == [3, 4, 5, 0, 7, 8]
+    assert batch.slots.tolist() == [9 * 4 + 3, 16, 17, 8, 3 * 4 + 3, 8 * 4]
+    assert batch.row_sequence.tolist() == [0, 0, 0, 1, 2, 2]
+    assert batch.block_tables.tolist() == [[9, 4, 0], [2, 0, 0], [1, 3, 8]]
+    assert batch.logit_rows.tolist() == [2, 4, 5]
+    assert batch.segments == [(0, 3, 0, 3), (3, 1, 1, 0), (4, 2, 2, 7)]
+    assert batch.logit_rows.dtype == torch.int64
+    batch.check(10, 4)
+
+
+def test_random_plans_hold_the_invariants():
+    rng = random.Random(3)
+    for _ in range(50):
+        size = rng.choice([1, 3, 16])
+        items, wanted = [], []
+        for n in range(rng.randint(1, 8)):
+            start, count = rng.randint(0, 40), rng.randint(1, 20)
+            blocks = rng.sample(range(200), -(-(start + count) // size) + rng.randint(0, 2))
+            tokens = tuple(rng.choices(range(100), k=count))
+            wanted.append(rng.randint(0, count))
+            items.append(ScheduledRequest(str(n), 0, tokens, start, blocks, wanted[-1]))
+        batch = build_batch(items, wanted, size)
+        batch.check(200, size)
+        rows = [
+            first + count - k + j
+            for (first, count, _, _), k in zip(batch.segments, wanted, strict=True)
+            for j in range(k)
+        ]
+        assert batch.logit_rows.tolist() == rows
