@@ -18,7 +18,7 @@ from specserve.spec.cost import CostModel, StepCost
 MIN_GAIN = 1.02  # expected speed-up below which nothing is drafted
 WARM_UP = (1.0, 0.0, 1.0, 0.5, 1.0, 0.0)  # shares of K in the first steps, which teach the cost of a row
 EXPLORE_EVERY = 128  # steps between later looks at another size
-FIRST_PROBE, LAST_PROBE = 8, 256  # steps between drafts of a request for which drafting does not pay
+SOON, FIRST_PROBE, LAST_PROBE = 8, 32, 512  # steps between drafts of a request for which drafting does not pay
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 
 
@@ -89,7 +89,7 @@ class Controller:
             self.acceptance.observe(output.request_id, sources, output.num_accepted, len(output.token_ids))
             depth = max(depth, sum(source == "draft_model" for source in sources))
             if sources and output.request_id in self._probes:
-                self._reschedule(output.request_id, paid=2 * output.num_accepted >= len(sources))
+                self._reschedule(output.request_id, accepted=output.num_accepted == len(sources))
         self.cost.observe(plan.num_rows, depth, seconds)
 
     def forget(self, request_id: str) -> None:
@@ -132,10 +132,11 @@ class Controller:
                 due, interval = self._probes.setdefault(request.request_id, (self._step + FIRST_PROBE, FIRST_PROBE))
                 if due <= self._step and allowed > 0:
                     allowed -= 1
-                    budgets[i] = min(2, limits[i])
+                    budgets[i] = 1
                     self._probes[request.request_id] = (self._step + interval, interval)
 
-    def _reschedule(self, request_id: str, *, paid: bool) -> None:
+    def _reschedule(self, request_id: str, *, accepted: bool) -> None:
+        """After a probe that was accepted whole the next one comes sooner, else later."""
         _, interval = self._probes[request_id]
-        interval = FIRST_PROBE if paid else min(2 * interval, LAST_PROBE)
+        interval = max(interval // 2, SOON) if accepted else min(4 * interval, LAST_PROBE)
         self._probes[request_id] = (self._step + interval, interval)
