@@ -55,7 +55,7 @@ def check_prompt(command: GenerateCommand, vocab_size: int, max_model_len: int) 
         raise InvalidRequestError("prompt: is empty", param="prompt")
     if len(ids) >= max_model_len:
         raise ContextLengthError(
-            f"prompt: has {len(ids)} tokens; the context holds {max_model_len}, of which one at least is for the answer",
+            f"prompt: has {len(ids)} tokens; the context holds {max_model_len}, one of them for the answer",
             param="prompt",
         )
     _check_ids("prompt", ids, vocab_size)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
-from specserve.core.errors import InvalidRequestError, SpecserveError
-from specserve.core.messages import TERMINAL, AbortCommand, EngineStats, Event, GenerateCommand
+from specserve.core.messages import EngineStats, Event, GenerateCommand
 from specserve.engine.backend import Backend
-from specserve.engine.faults import failed_event
 from specserve.engine.mailbox import Mailboxes
+from specserve.engine.streaming import abort, stream_events
 
 
 class AsyncEngineClient:
@@ -36,52 +34,22 @@ class AsyncEngineClient:
 
     @property
     def info(self) -> dict[str, Any]:
+        """Facts of the running engine: max_model_len, vocab_size, numerics."""
         return self._backend.info
 
     def stats(self) -> EngineStats:
         return self._backend.stats()
 
+    def submit(self, command: GenerateCommand) -> AsyncGenerator[Event, None]:
+        """Events of one request, the terminal one last; it is sent when the iteration begins.
+
+        Never raises for the request: that is a FailedEvent. Closing or cancelling the iteration aborts the request.
+        """
+        return stream_events(self._backend, self._boxes, command)
+
     def abort(self, request_id: str) -> None:
         """End a request; its stream then ends with FinishedEvent("cancelled"). Unknown ids are ignored."""
-        with contextlib.suppress(SpecserveError):  # no engine any more: it ended otherwise
-            self._backend.send(AbortCommand(request_id))
-
-    async def submit(self, command: GenerateCommand) -> AsyncIterator[Event]:
-        """Events of one request, the terminal one last. Never raises for the request: that is a FailedEvent.
-
-        Closing or cancelling the iteration aborts the request.
-        """
-        loop = asyncio.get_running_loop()
-        news = asyncio.Event()
-
-        def notify() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(news.set)
-
-        box = self._boxes.open(command.request_id, notify)
-        if box is None:
-            error: SpecserveError = InvalidRequestError("request_id: is in use", param="request_id")
-            yield failed_event(command.request_id, error)
-            return
-        ended = True  # nothing to abort until it is sent
-        try:
-            try:
-                self._backend.send(command)
-            except SpecserveError as refused:
-                yield failed_event(command.request_id, refused)
-                return
-            ended = False
-            while not ended:
-                news.clear()
-                while (event := box.take()) is not None:
-                    ended = isinstance(event, TERMINAL)
-                    yield event
-                if not ended:
-                    await news.wait()
-        finally:
-            self._boxes.close(command.request_id)
-            if not ended:
-                self.abort(command.request_id)
+        abort(self._backend, request_id)
 
     async def close(self) -> None:
         """End the engine; streams still open end with a FailedEvent."""

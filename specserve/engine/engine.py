@@ -22,8 +22,8 @@ from specserve.core.messages import (
     QueuedEvent,
     StartedEvent,
 )
-from specserve.core.plan import SampledTokens, StepPlan, StepResult
-from specserve.core.protocols import Drafter, Executor, Matcher
+from specserve.core.plan import StepPlan
+from specserve.core.protocols import Drafter, Executor
 from specserve.core.request import Request, Status
 from specserve.engine.checks import EngineLimits, Vocabulary, check_params, check_prompt, end_ids, resolve_params
 from specserve.engine.compile import CompilePool, Compiler
@@ -129,18 +129,19 @@ class Engine:
         return events
 
     def stats(self) -> EngineStats:
-        target, draft = self.kv.target, self.kv.draft
-        compiling = len(self._compiling) if self._compiling is not None else 0
-        self.metrics.set("engine_stalled", float(self._stalled_since is not None))
-        self.metrics.set("drafter_faults_total", self._drafting.faults)
+        usage = self.kv.usage()
+        metrics = self.metrics
+        metrics.set("engine_stalled", float(self._stalled_since is not None))
+        metrics.set("drafter_faults_total", self._drafting.faults)
+        metrics.set("num_preemptions_total", self.scheduler.num_preemptions)
         return EngineStats(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting) + compiling,
-            kv_blocks=target.num_blocks,
-            kv_blocks_used=target.num_used,
-            draft_kv_blocks=draft.num_blocks if draft is not None else 0,
-            draft_kv_blocks_used=draft.num_used if draft is not None else 0,
-            counters=self.metrics.snapshot(),
+            waiting=len(self.scheduler.waiting),
+            kv_blocks=usage.blocks,
+            kv_blocks_used=usage.blocks_used,
+            draft_kv_blocks=usage.draft_blocks,
+            draft_kv_blocks_used=usage.draft_blocks_used,
+            counters=metrics.snapshot(),
         )
 
     def close(self) -> None:
@@ -176,12 +177,16 @@ class Engine:
         budget = params.max_tokens or 1
         judge = Judge(params, self.vocabulary.token_bytes, end_ids(params, self.vocabulary.eos_ids), budget)
         live = LiveRequest(request, judge, command.report_speculation)
-        if guided is None:
-            self.scheduler.add(request)
-        elif self._compiling is None:
+        if guided is not None and self._compiling is None:
             raise InvalidRequestError("guided: this engine has no grammar compiler", param="guided")
-        else:
-            self._compiling.submit(request.request_id, guided)
+        # Queued before its grammar is compiled: what can never fit is refused at once, and order is order of arrival.
+        self.scheduler.add(request)
+        if guided is not None and self._compiling is not None:
+            try:
+                self._compiling.submit(request.request_id, guided)
+            except Exception:
+                self.scheduler.finish(request.request_id)
+                raise
             self._queue_event(live)
         self._arrivals += 1
         self._live[request.request_id] = live
@@ -200,14 +205,10 @@ class Engine:
             try:
                 if isinstance(outcome, Exception):
                     raise outcome
-                self._admit(live, outcome)
+                live.judge.matcher = outcome
+                live.request.move_to(Status.WAITING)
             except Exception as error:
                 self._fail(live, error)
-
-    def _admit(self, live: LiveRequest, matcher: Matcher) -> None:
-        live.judge.matcher = matcher
-        live.request.move_to(Status.WAITING)
-        self.scheduler.add(live.request)
 
     def _abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
@@ -246,6 +247,8 @@ class Engine:
         drafted = time.perf_counter()
         plan = self.scheduler.schedule()
         self._note_scheduled(plan)
+        for request in self.scheduler.exhausted:
+            self._end_exhausted(request)
         if plan is None:
             return
         try:
@@ -254,11 +257,11 @@ class Engine:
             result = self._executor.sample(plan, masks)
             if [o.request_id for o in result.outputs] != [r.request_id for r in plan.requests]:
                 raise SpecserveError("the executor's outputs are not those of its plan")
+            settled = settle(plan, result, self._live, failed, self.vocabulary.token_bytes)
+            self.scheduler.commit(plan, settled.result)
         except Exception as error:
             self._fail_plan(plan, error)
             return
-        settled = settle(plan, result, self._live, failed, self.vocabulary.token_bytes)
-        self.scheduler.commit(plan, settled.result)
         seconds = time.perf_counter() - began
         self._drafting.observe(plan, settled.result, seconds)
         self.metrics.step({"draft": drafted - began, **result.timings}, seconds)
@@ -282,8 +285,14 @@ class Engine:
             live = self._live.get(scheduled.request_id)
             if live is not None:
                 self._fail(live, error)
-        outputs = tuple(SampledTokens(r.request_id, r.epoch) for r in plan.requests)
-        self.scheduler.commit(plan, StepResult(plan.step, outputs))
+        self.scheduler.abandon(plan)
+
+    def _end_exhausted(self, request: Request) -> None:
+        """A request fills the whole pool: what it has is its answer."""
+        live = self._live.get(request.request_id)
+        if live is not None:
+            self._emit(live, live.judge.flush())
+            self._finish(live, "length")
 
     def _note_scheduled(self, plan: StepPlan | None) -> None:
         """Started and queued events, preemptions, and the watchdog."""
@@ -292,12 +301,13 @@ class Engine:
             request = live.request
             if request.epoch != live.epoch:
                 live.epoch = request.epoch
-                self.metrics.add("num_preemptions_total")
                 self._drafting.forget(request.request_id, ended=False)
             if live.started:
                 continue
             if request.request_id in planned:
                 live.started = True
+                self.metrics.add("prefix_cache_queries_total", request.num_prompt_tokens)
+                self.metrics.add("prefix_cache_hits_total", request.num_cached)
                 self._events.append(
                     StartedEvent(request.request_id, request.seed, request.num_prompt_tokens, request.num_cached)
                 )

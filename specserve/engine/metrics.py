@@ -57,8 +57,6 @@ class Metrics:
     def _tokens(self, usage: Usage) -> None:
         self.add("prompt_tokens_total", usage.prompt_tokens)
         self.add("generation_tokens_total", usage.completion_tokens)
-        self.add("prefix_cache_hits_total", usage.cached_tokens)
-        self.add("prefix_cache_queries_total", usage.prompt_tokens)
 
     def snapshot(self) -> dict[str, float]:
         return dict(self._values)

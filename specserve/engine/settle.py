@@ -60,6 +60,8 @@ def settle(
 def _settle_one(
     settled: Settled, live: LiveRequest, scheduled: ScheduledRequest, output: SampledTokens, token_bytes: TokenBytes
 ) -> SampledTokens:
+    if output.error is not None:
+        raise InvalidRequestError(output.error, code="no_legal_token")
     if scheduled.num_logits == 0:
         total = live.request.num_prompt_tokens
         computed = min(scheduled.start + len(scheduled.token_ids), total)
