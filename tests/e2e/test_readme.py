@@ -15,7 +15,7 @@ import pytest
 
 from specserve.cli.options import read_options
 from tests.fakes.data import ROOT
-from tests.fakes.server import Server, running_server
+from tests.fakes.real_server import Server, running_server
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CHROMIUM_FLAGS = (

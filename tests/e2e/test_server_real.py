@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from specserve.cli.wire import Socket
 from specserve.core.errors import SpecserveError
-from tests.fakes.server import Server, running_server
+from tests.fakes.real_server import Server, running_server
 
 LONG = {"input": "Count from one to one thousand in words.", "max_output_tokens": 2000, "temperature": 0.9, "seed": 3}
 
