@@ -185,8 +185,9 @@ async def read_body(request: Request, most: int) -> bytes:
 
 async def not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    message = {404: "no such path", 405: "this path does not take this method"}.get(status, "the request is not valid")
-    return json_response({"error": events.error_object("not_found", message, None, status)}, status)
+    code = {405: "method_not_allowed"}.get(status, "not_found")
+    message = "this path does not take this method" if status == 405 else "no such path"
+    return json_response({"error": events.error_object(code, message, None, status)}, status)
 
 
 def _frames(wire: list[dict[str, Any]]) -> list[bytes]:

@@ -155,7 +155,8 @@ class Session:
         """End every live response with a typed failure."""
         self._stopping = True
         out: list[Output] = []
-        for response_id in list(self._live):
+        # Newest first, so that no end submits the next response of a lane.
+        for response_id in reversed(list(self._live)):
             live = self._live.get(response_id)
             if live is not None:
                 aborts = [AbortCommand(response_id)] if live.submitted else []

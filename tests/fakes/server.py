@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
 
 from specserve.core.config import ServerConfig
 from specserve.server.serve import Server, bind
@@ -74,9 +75,26 @@ async def receive(socket: ClientConnection) -> dict[str, Any]:
     return orjson.loads(await socket.recv())
 
 
+async def close_code(socket: ClientConnection, *frames: bytes | str) -> int:
+    """Send frames as text; read until the server closes; its code."""
+    try:
+        for frame in frames:
+            await socket.send(frame, text=True)
+        while True:
+            await socket.recv()
+    except ConnectionClosed as closed:
+        return closed.rcvd.code if closed.rcvd is not None else 1006
+
+
 async def until(socket: ClientConnection, *types: str) -> list[dict[str, Any]]:
     """Events up to and with the first of one of these types."""
     events = []
     while not events or events[-1]["type"] not in types:
         events.append(await receive(socket))
     return events
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until something that has no event of its own is so; `in_loop`'s limit ends a wait in vain."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
