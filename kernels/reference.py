@@ -149,7 +149,7 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """int64 [r]: the lowest index of the greatest value of each float32 row [r, V]. NaN never wins; all -inf gives 0."""
+    """int64 [r]: lowest index of the greatest value of each float32 row [r, V]. NaN never wins; all -inf gives 0."""
     clean = logits.masked_fill(logits.isnan(), -math.inf)
     best = clean == clean.amax(-1, keepdim=True)
     ids = torch.arange(logits.shape[-1])
@@ -208,7 +208,7 @@ def _tree_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:
-    """e^x in float32 (Cephes' polynomial), elementwise operations only; torch.exp may treat tails of vectors otherwise."""
+    """e^x in float32 (Cephes' polynomial), elementwise operations only: torch.exp may treat vector tails otherwise."""
     tiny = x < -87.3
     x = x.clamp(-87.3, 88.0)
     n = torch.round(x * 1.44269504088896341)

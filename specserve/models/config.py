@@ -49,7 +49,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Any) -> ModelConfig:
-        """From a transformers configuration. Raises ModelLoadError, with the reason, where the family lacks something."""
+        """From a transformers configuration; raises ModelLoadError with the reason where the family lacks something."""
         reason = unsupported(config)
         if reason is not None:
             raise ModelLoadError(f"model: {reason}", param="model")
@@ -130,4 +130,4 @@ def _windows(config: Any) -> tuple[int, ...]:
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     # Mistral has one window for all layers; Llama has none.
-    return (window if config.model_type == "mistral" else 0,) * layers
+    return (int(window) if config.model_type == "mistral" else 0,) * int(layers)
