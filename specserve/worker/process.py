@@ -10,23 +10,15 @@ import numpy as np
 import torch
 
 from specserve.core.protocols import Bitmask
+from specserve.kernels.cpu.ops import apply_bitmask_
 from specserve.worker.states import SamplingState
 
 NEVER = float("-inf")
 
 
-def unpack(mask: Bitmask, vocab_size: int) -> torch.Tensor:
-    """Bitmask int32 [rows, words] to bool [rows, vocab_size]; ids beyond its words are not legal."""
-    words = np.ascontiguousarray(mask, dtype=np.int32)
-    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
-    if bits.shape[1] < vocab_size:
-        bits = np.pad(bits, ((0, 0), (0, vocab_size - bits.shape[1])))
-    return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.bool)
-
-
 def grammar(rows: torch.Tensor, mask: Bitmask) -> None:
-    """Only legal tokens stay. rows float32 [n, V], mask int32 [n, words]."""
-    rows.masked_fill_(~unpack(mask, rows.shape[1]), NEVER)
+    """Only legal tokens stay; ids beyond the mask's words are not legal. rows float32 [n, V], mask int32 [n, words]."""
+    apply_bitmask_(rows, torch.from_numpy(np.ascontiguousarray(mask, dtype=np.int32)))
 
 
 def forbid(rows: torch.Tensor, forbidden: torch.Tensor) -> None:

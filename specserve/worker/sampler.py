@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specserve.core.protocols import Bitmask
-from specserve.kernels.reference import gumbel
+from specserve.kernels.cpu.ops import argmax, gumbel
 from specserve.worker.process import apply_options
 from specserve.worker.states import SamplingState
 from specserve.worker.truncate import truncate
@@ -139,7 +139,8 @@ def _with_noise(x: torch.Tensor, groups: Sequence[RowGroup], counts: np.ndarray,
 
 def _best(x: torch.Tensor) -> np.ndarray:
     """argmax of each row, int64 [n], the lowest id among equals; NO_TOKEN where the largest entry is not finite."""
-    best = x.argmax(1)
+    # Padding makes the rows strided: they are copied a few at a time.
+    best = argmax(x) if x.is_contiguous() else torch.cat([argmax(part.contiguous()) for part in x.split(MAX_ROWS)])
     peak = x.gather(1, best[:, None])[:, 0]
     return np.asarray(torch.where(torch.isfinite(peak), best, NO_TOKEN).numpy())
 

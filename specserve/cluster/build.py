@@ -1,0 +1,173 @@
+"""build_engine: from a configuration to an engine that runs in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from specserve.cluster.local import LocalExecutor
+from specserve.cluster.memory import KVSplit, split_kv
+from specserve.core.config import EngineConfig, SpeculationConfig
+from specserve.core.errors import ConfigError
+from specserve.core.protocols import Drafter
+from specserve.engine.checks import EngineLimits
+from specserve.engine.engine import Engine
+from specserve.guided.compiler import GrammarCompiler
+from specserve.kv.block_pool import BlockPool
+from specserve.kv.manager import KVManager
+from specserve.models.info import ModelInfo
+from specserve.models.kv_cache import PagedKVCache
+from specserve.models.loader import LoadedModel, load_model
+from specserve.models.tokenizer import Tokenizer
+from specserve.sched.scheduler import Scheduler, SchedulerLimits
+from specserve.spec.combine import CombinedDrafter
+from specserve.spec.controller import Controller
+from specserve.spec.draft_model import DraftModelDrafter
+from specserve.spec.suffix import SuffixDrafter
+from specserve.worker.runner import Model, ModelRunner
+
+Progress = Callable[[int, int, str], None]
+logger = logging.getLogger(__name__)
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Load the models and put the engine together. Call it in the thread that will run the engine.
+
+    Args:
+        progress: called with (bytes done, bytes in all, what) while models are fetched and loaded, and once with how
+            the KV memory is split.
+
+    Raises:
+        ConfigError: names the option at fault.
+        ModelLoadError: a model cannot be found, read or verified.
+    """
+    # A property of the calling thread in OpenMP, hence here.
+    torch.set_num_threads(config.threads or _cores())
+    target = load_model(config.model, dtype=config.dtype, numerics=config.numerics, progress=progress)
+    draft = None
+    speculation = config.speculation
+    if speculation is not None and "draft_model" in speculation.methods:
+        assert speculation.model is not None, "checked by SpeculationConfig"
+        draft = load_model(speculation.model, dtype=config.dtype, numerics=config.numerics, progress=progress)
+        check_pair(target.tokenizer, draft.tokenizer, draft.info)
+    return assemble(config, target, draft, progress)
+
+
+def assemble(
+    config: EngineConfig, target: LoadedModel, draft: LoadedModel | None = None, progress: Progress | None = None
+) -> Engine:
+    """The engine over loaded models."""
+    tokenizer = target.tokenizer
+    max_model_len = context_length(config.max_model_len, target.info)
+    split = split_kv(config.kv_memory, config.block_size, target.info, draft.info if draft is not None else None)
+    logger.info(split.describe())
+    if progress is not None:
+        progress(config.kv_memory, config.kv_memory, split.describe())
+    kv = KVManager(
+        BlockPool(split.num_blocks, config.block_size),
+        BlockPool(split.num_blocks, config.block_size) if draft is not None else None,
+        prefix_cache=config.prefix_cache,
+    )
+    limits = SchedulerLimits(config.max_batched_tokens, config.max_running, config.max_waiting, max_model_len)
+    executor = LocalExecutor(
+        _runner(target.model, split, "target"),
+        _runner(draft.model, split, "draft") if draft is not None else None,
+        vocab_size=tokenizer.vocab_size,
+        eos_ids=tokenizer.eos_ids,
+    )
+    drafter, controller = None, None
+    if config.speculation is not None:
+        drafter = _drafter(config, config.speculation, executor, kv, tokenizer, draft)
+        controller = Controller(
+            config.speculation.num_speculative_tokens,
+            max_model_len=max_model_len,
+            adaptive=config.speculation.adaptive,
+            sources=config.speculation.methods,
+        )
+    return Engine(
+        Scheduler(limits, kv),
+        kv,
+        executor,
+        vocabulary=tokenizer,
+        limits=EngineLimits(
+            max_model_len=max_model_len,
+            num_speculative_tokens=config.speculation.num_speculative_tokens if config.speculation is not None else 0,
+            numerics=config.numerics,
+        ),
+        drafter=drafter,
+        controller=controller,
+        compiler=_compiler(tokenizer),
+    )
+
+
+def check_pair(target: Tokenizer, draft: Tokenizer, draft_info: ModelInfo) -> None:
+    """A draft model must have the target's vocabulary; the padded widths of the logits may differ.
+
+    Raises:
+        ConfigError: names the first difference.
+    """
+    difference = target.fingerprint_difference(draft)
+    if difference is None and draft_info.vocab_size < target.vocab_size:
+        difference = f"the draft has {draft_info.vocab_size} ids, the target {target.vocab_size}"
+    if difference is not None:
+        raise ConfigError(
+            f"speculation.model: a draft model needs the target's vocabulary: {difference}", param="speculation.model"
+        )
+
+
+def context_length(asked: int | None, info: ModelInfo) -> int:
+    """The configured context within the model's own.
+
+    Raises:
+        ConfigError: more is asked than the model has positions.
+    """
+    if asked is not None and asked > info.max_position:
+        raise ConfigError(f"max_model_len: {asked} is more than the model's {info.max_position}", param="max_model_len")
+    return asked or info.max_position
+
+
+def _runner(model: Model, split: KVSplit, pool: str) -> ModelRunner:
+    info = model.info
+    cache = PagedKVCache(
+        info.num_layers, split.num_blocks, split.block_size, info.num_kv_heads, info.head_dim, info.dtype
+    )
+    return ModelRunner(model, cache, pool=pool)
+
+
+def _drafter(
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    executor: LocalExecutor,
+    kv: KVManager,
+    tokenizer: Tokenizer,
+    draft: LoadedModel | None,
+) -> CombinedDrafter:
+    drafters: list[Drafter] = []
+    for method in speculation.methods:
+        if method == "suffix":
+            shortest, longest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
+            drafters.append(SuffixDrafter(shortest, longest, eos_ids=tokenizer.eos_ids))
+        else:
+            assert draft is not None, "loaded with the target"
+            model_drafter = DraftModelDrafter(
+                executor,
+                kv,
+                vocab_size=tokenizer.vocab_size,
+                max_model_len=draft.info.max_position,
+                eos_ids=tokenizer.eos_ids,
+                max_catch_up_rows=config.max_batched_tokens,
+            )
+            drafters.append(model_drafter)
+    return CombinedDrafter(drafters)
+
+
+def _compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+
+
+def _cores() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
