@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, a second one stops at once."""
-        if self._tasks and self._app.state.server.draining:
+        if self._loop is None or self._app.state.server.draining:
             self.should_exit = self.force_exit = True
         else:
             self.stop()
