@@ -84,7 +84,10 @@ class GGUFFile:
         if not isinstance(entry, _Strings):
             return []
         self._position = entry.position
-        return [self._string() for _ in range(entry.count)]
+        try:
+            return [self._string() for _ in range(entry.count)]
+        except UnicodeDecodeError:
+            raise ModelLoadError(f"model: {self.path} is damaged: {key} is not text", param="model") from None
 
     def data(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """The tensor's bytes, uint8 [rows, bytes of a row], a read-only view of the mapped file."""
