@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -127,9 +128,11 @@ def _read_hello(lifeline: int) -> dict[str, Any]:
     return hello
 
 
-def _watch(lifeline: int, serving: threading.Event) -> None:
+def _watch(lifeline: int, serving: threading.Event, directory: str) -> None:
     """End the process when the parent is gone: at once while it starts, after a grace when it serves."""
     select.select([lifeline], [], [])
+    # The parent's to remove; it is here too, for a parent that was killed.
+    shutil.rmtree(directory, ignore_errors=True)
     if serving.is_set():
         time.sleep(GRACE_SECONDS)
     os._exit(1)
@@ -139,7 +142,7 @@ def run(lifeline: int) -> int:
     """The exit status."""
     hello = _read_hello(lifeline)
     serving = threading.Event()
-    threading.Thread(target=_watch, args=(lifeline, serving), name="lifeline", daemon=True).start()
+    threading.Thread(target=_watch, args=(lifeline, serving, hello["directory"]), name="lifeline", daemon=True).start()
     channel = Channel(hello["address"], lifeline)
 
     def progress(*values: Any) -> None:
@@ -149,7 +152,8 @@ def run(lifeline: int) -> int:
         config = EngineConfig.from_dict(hello["config"])
         engine = load_builder(hello["builder"])(config, progress)
     except Exception as error:
-        logger.error("start-up failed: %s", describe(error))
+        if not isinstance(error, SpecserveError):
+            logger.error("start-up failed: %s", describe(error))
         channel.send(codec.pack(codec.FAILED, failure(error)))
         channel.close()
         return 1

@@ -50,7 +50,9 @@ class ChildProcess:
             self.socket.close(linger=0)
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
-        self._greet({"address": address, "builder": builder, "config": asdict(config)})
+        self._greet(
+            {"address": address, "directory": str(self._directory), "builder": builder, "config": asdict(config)}
+        )
         self._waiter = threading.Thread(target=self._wait, name="engine-waiter", daemon=True)
         self._waiter.start()
 

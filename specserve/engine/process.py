@@ -29,6 +29,7 @@ from specserve.engine.child_process import ChildProcess
 from specserve.engine.ledger import Ledger
 
 logger = logging.getLogger(__name__)
+CLOSED = "the engine was closed"
 BUILDER = "specserve.cluster.build:build_engine"
 
 
@@ -67,7 +68,7 @@ class EngineProcess:
         self._ledger = Ledger()
         self._lock = threading.Lock()  # guards _unsent and _end together with the ledger's openings
         self._unsent: deque[tuple[Command, bytes]] = deque()
-        self._end: SpecserveError | None = None  # why no command is taken any more
+        self._end: str | None = None  # why no command is taken any more
         self._closing = False
         self._ready = False
         self._started = threading.Event()
@@ -96,7 +97,7 @@ class EngineProcess:
         data = codec.encode_command(command)
         with self._lock:
             if self._end is not None:
-                raise self._end
+                raise EngineDeadError(self._end)
             if isinstance(command, GenerateCommand):
                 if not self._ledger.open(command.request_id):
                     raise InvalidRequestError("request_id: is in use", param="request_id")
@@ -130,7 +131,7 @@ class EngineProcess:
         if self._thread.ident is not None:
             self._thread.join()
         with self._lock:
-            self._end = self._end or EngineDeadError("the engine was closed")
+            self._end = self._end or CLOSED
             write, self._wake_write = self._wake_write, -1
         if write >= 0:
             os.close(write)
@@ -155,7 +156,7 @@ class EngineProcess:
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        end: SpecserveError = EngineDeadError("the engine was closed")
+        end: SpecserveError = EngineDeadError(CLOSED)
         try:
             while not self._closing:
                 end = self._live_once(context)
@@ -169,13 +170,14 @@ class EngineProcess:
             end = EngineDeadError("the engine's supervisor failed")
             self._start_error = self._start_error or end
         finally:
+            dead = EngineDeadError(CLOSED if self._closing else f"the engine is down: {end.message}")
             with self._lock:
-                self._end = EngineDeadError("the engine was closed") if self._closing else end
+                self._end = dead.message
                 self._unsent.clear()
-            self._deliver(self._ledger.fail(self._end))
+            self._deliver(self._ledger.fail(dead))
             context.term()
             if not self._started.is_set():
-                self._start_error = self._start_error or self._end
+                self._start_error = self._start_error or dead
                 self._started.set()
 
     def _live_once(self, context: zmq.Context[zmq.Socket[bytes]]) -> SpecserveError:
@@ -196,7 +198,7 @@ class EngineProcess:
             self._ready = False
             child.close(self._policy.grace)
         how = child.how_it_ended()
-        if not self._closing:
+        if not self._closing and failure is None:
             logger.error("the engine process %s", how)
         error = EngineDeadError(f"the engine process {how} while this request ran; it is being started again")
         with self._lock:
