@@ -61,7 +61,11 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def sample(self, plan: StepPlan, masks: Mapping[str, Bitmask]) -> StepResult:
-        """Sample the rows, verify the drafts, and take the emitted tokens into the sampling states."""
+        """Sample the rows, verify the drafts, and take the emitted tokens into the sampling states.
+
+        Raises:
+            ValueError: a guided request with logits has no mask.
+        """
         begin = time.perf_counter()
         groups = {}
         first = 0
@@ -105,6 +109,8 @@ class LocalExecutor:
     def _group(self, r: ScheduledRequest, first: int, mask: Bitmask | None) -> RowGroup:
         state = self._states[r.request_id]
         p = state.params
+        if p.guided is not None and mask is None:
+            raise ValueError("a guided request came without its mask")  # never an unconstrained answer
         return RowGroup(
             state,
             first,

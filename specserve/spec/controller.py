@@ -16,7 +16,7 @@ from specserve.spec.acceptance import Acceptance
 from specserve.spec.cost import CostModel, StepCost
 
 MIN_GAIN = 1.02  # expected speed-up below which nothing is drafted
-WARM_UP = (1.0, 0.0, 1.0, 0.5, 1.0, 0.0)  # shares of K in the first steps, which teach the cost of a row
+WARM_UP = (1.0, 1.0, 1.0, 0.0, 0.5, 1.0, 0.0)  # shares of K in the first steps, which teach the cost of a row
 EXPLORE_EVERY = 128  # steps between later looks at another size
 SOON, FIRST_PROBE, LAST_PROBE = 8, 32, 512  # steps between drafts of a request for which drafting does not pay
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64)

@@ -10,6 +10,7 @@ import numpy as np
 MAX_WEIGHT = 16.0  # of one cell; the newest sixteenth of its average is the newest step
 HALF_LIFE = 2048  # steps after which a cell that was not seen again counts half
 RIDGE = 1e-6
+UNTIMED = 3  # first steps, in which memory is touched and code is loaded for the first time
 
 
 @dataclass(slots=True)
@@ -50,13 +51,16 @@ class CostModel:
         if rows <= 0 or not seconds > 0:
             return
         self._step += 1
+        if self._step <= UNTIMED:
+            return
         cell = self._cells.get(key := (_bucket(rows), depth))
         if cell is None:
             self._cells[key] = _Cell(float(rows), depth, seconds, 1.0, self._step)
             return
         cell.weight = min(cell.weight + 1.0, MAX_WEIGHT)
-        # A stall (page fault, another process) must not look like the cost of the size.
-        cell.seconds += (min(seconds, 4 * cell.seconds) - cell.seconds) / cell.weight
+        # A stall (page fault, another process) must not look like the cost of the size: faster steps count more.
+        weight = cell.weight if seconds > cell.seconds else min(cell.weight, 4.0)
+        cell.seconds += (min(seconds, 4 * cell.seconds) - cell.seconds) / weight
         cell.rows += (rows - cell.rows) / cell.weight
         cell.seen = self._step
 

@@ -19,7 +19,7 @@ from specserve.worker.states import SamplingState
 from specserve.worker.truncate import truncate
 
 NO_TOKEN = -1  # of a row without a finite entry
-MAX_ROWS = 64  # rows processed at once: bounds the memory of their copies
+MAX_ROWS = 32  # rows processed at once: bounds the memory of their copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,13 @@ def test_copies_and_swaps_run_before_the_forward():
     assert (cache.key[0][6] == 1e3).all(), "another pool's copy is not ours"
 
 
+def test_a_guided_request_is_never_sampled_without_its_mask():
+    ex, _ = executor()
+    ex.forward(StepPlan(1, (plan := ask("a", [5]),), (new("a", [5], guided={"regex": "a"}),)))
+    with pytest.raises(ValueError, match="mask"):
+        ex.sample(StepPlan(1, (plan,)), {})
+
+
 def test_states_end_with_removed():
     ex, _ = executor()
     run(ex, StepPlan(1, (ask("a", [5]),), (new("a", [5], presence_penalty=1.0),)))

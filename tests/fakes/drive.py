@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from specserve.core.protocols import DraftContext
 from specserve.core.request import Request
 from specserve.kv.block_pool import BlockPool
 from specserve.kv.manager import KVManager
+from specserve.models.kv_cache import PagedKVCache
 from specserve.sched.scheduler import Scheduler, SchedulerLimits
 from specserve.spec.combine import CombinedDrafter
 from specserve.spec.controller import Controller
@@ -65,6 +66,13 @@ class PatternMatcher:
         return len(self.accepted) == self.length
 
 
+def _cache(model, blocks, block_size):
+    if isinstance(model, TinyModel):
+        return model.cache(blocks, block_size)
+    i = model.info
+    return PagedKVCache(i.num_layers, blocks, block_size, i.num_kv_heads, i.head_dim, i.dtype)
+
+
 @dataclass
 class Answer:
     token_ids: list = field(default_factory=list)
@@ -106,10 +114,10 @@ class Drive:
         self.kv = KVManager(BlockPool(blocks, block_size), draft_pool, prefix_cache=prefix_cache)
         limits = SchedulerLimits(chunk, max_running, 1000, max_model_len)
         self.scheduler = Scheduler(limits, self.kv)
-        runner = ModelRunner(self.target, self.target.cache(blocks, block_size))
+        runner = ModelRunner(self.target, _cache(self.target, blocks, block_size))
         draft_runner = None
         if draft is not None:
-            draft_runner = ModelRunner(draft, draft.cache(draft_blocks or blocks, block_size), pool="draft")
+            draft_runner = ModelRunner(draft, _cache(draft, draft_blocks or blocks, block_size), pool="draft")
         self.executor = LocalExecutor(runner, draft_runner, vocab_size=vocab, eos_ids=[EOS])
         self.drafter = CombinedDrafter([self._drafter(m, catch_up, lookup) for m in methods])
         self.controller = controller or Controller(k, max_model_len=max_model_len, adaptive=False, sources=methods)
@@ -202,8 +210,6 @@ class Drive:
         return masks
 
     def _cut(self, plan, result):
-        from dataclasses import replace
-
         outputs, ended = [], []
         for scheduled, output in zip(plan.requests, result.outputs, strict=True):
             request = self.scheduler.get(output.request_id)

@@ -6,7 +6,7 @@ from specserve.core.sampling import SamplingParams
 from specserve.core.tree import EMPTY_TREE, TokenTree
 from specserve.spec.acceptance import Acceptance
 from specserve.spec.controller import WARM_UP, Controller
-from specserve.spec.cost import CostModel
+from specserve.spec.cost import UNTIMED, CostModel
 
 SUFFIX = ("suffix",)
 MODEL = ("draft_model",)
@@ -211,9 +211,16 @@ class TestFigures:
         assert third < 0.1
 
 
+def warm():
+    cost = CostModel()
+    for _ in range(UNTIMED):
+        cost.observe(1, 0, 100.0)
+    return cost
+
+
 class TestCost:
     def test_an_affine_cost_is_found(self):
-        cost = CostModel()
+        cost = warm()
         for rows in (1, 2, 6, 6, 12, 48):
             for depth in (0, 3):
                 cost.observe(rows, depth, 0.02 + 0.003 * rows + 0.005 * depth)
@@ -221,7 +228,7 @@ class TestCost:
         assert fit.seconds(8, 2) == pytest.approx(0.02 + 0.024 + 0.010, rel=0.02)
 
     def test_unknown_until_two_sizes_were_seen(self):
-        cost = CostModel()
+        cost = warm()
         assert cost.fit(1) is None
         cost.observe(4, 0, 0.1)
         cost.observe(4, 0, 0.1)
@@ -231,7 +238,7 @@ class TestCost:
         assert cost.fit(4) is None
 
     def test_coefficients_are_never_negative(self):
-        cost = CostModel()
+        cost = warm()
         cost.observe(1, 0, 0.2)
         cost.observe(8, 0, 0.1)
         fit = cost.fit(4)
@@ -239,7 +246,7 @@ class TestCost:
         assert fit.base > 0
 
     def test_one_stall_does_not_move_the_average_far(self):
-        cost = CostModel()
+        cost = warm()
         for _ in range(16):
             cost.observe(1, 0, 0.01)
             cost.observe(8, 0, 0.02)
