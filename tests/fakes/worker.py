@@ -1,0 +1,102 @@
+"""FakeWorker: executes plans on simulated KV memory and "samples" from a fixed function of the tokens before.
+
+The KV of a position depends on the namespace and on every token up to it, as a real model's does; a row is refused
+unless all that it attends to is really there, so that any mistake in block tables, copies or the prefix cache shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from specserve.core.plan import NewRequest, SampledTokens, ScheduledRequest, StepPlan, StepResult
+
+Value = tuple[str, tuple[int, ...]]
+
+
+def kv_value(namespace: str, tokens: Sequence[int], position: int) -> Value:
+    """What a model's KV at `position` stands for: the namespace and all tokens up to it."""
+    return namespace, tuple(tokens[: position + 1])
+
+
+def next_token(tokens: Sequence[int], vocab: int = 5) -> int:
+    """The target's deterministic choice after `tokens`."""
+    return hashlib.sha256(repr(tuple(tokens)).encode()).digest()[0] % vocab
+
+
+def expected_tokens(prompt: Sequence[int], max_tokens: int, vocab: int = 5) -> list[int]:
+    """What a request alone yields."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens, vocab))
+    return tokens
+
+
+class FakeWorker:
+    """Runs plans.
+
+    Args:
+        num_blocks, block_size: of the target's memory.
+        namespace: of a request id.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, namespace: Callable[[str], str] = lambda _: "") -> None:
+        self.block_size = block_size
+        self.memory: list[Value | None] = [None] * (num_blocks * block_size)
+        self.states: dict[str, list[int]] = {}
+        self.namespace = namespace
+        self.max_rows = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """All of one step."""
+        self._update_states(plan.removed, plan.added)
+        for copy in plan.copies:
+            assert copy.pool == "target"
+            for offset in range(self.block_size):
+                self.memory[copy.dst * self.block_size + offset] = self.memory[copy.src * self.block_size + offset]
+        for entry in plan.requests:
+            self._write(entry)
+        self.max_rows = max(self.max_rows, plan.num_rows)
+        return StepResult(plan.step, tuple(self._sample(entry) for entry in plan.requests))
+
+    def _update_states(self, removed: Sequence[str], added: Sequence[NewRequest]) -> None:
+        for request_id in removed:
+            del self.states[request_id]
+        for new in added:
+            self.states[new.request_id] = list(new.token_ids)
+
+    def _slot(self, entry: ScheduledRequest, position: int) -> int:
+        return entry.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _write(self, entry: ScheduledRequest) -> None:
+        known = self.states[entry.request_id]
+        namespace = self.namespace(entry.request_id)
+        num_known = len(entry.token_ids) - len(entry.draft)
+        assert num_known >= 1
+        assert list(entry.token_ids[:num_known]) == known[entry.start : entry.start + num_known]
+        assert entry.token_ids[num_known:] == entry.draft.tokens
+        tokens = [*known[: entry.start], *entry.token_ids]
+        for position in range(entry.start):
+            assert self.memory[self._slot(entry, position)] == kv_value(namespace, tokens, position)
+        for position in range(entry.start, len(tokens)):
+            self.memory[self._slot(entry, position)] = kv_value(namespace, tokens, position)
+
+    def _sample(self, entry: ScheduledRequest) -> SampledTokens:
+        """After every write of the step: nobody may have written over another's rows."""
+        known = self.states[entry.request_id]
+        tokens = [*known[: entry.start], *entry.token_ids]
+        namespace = self.namespace(entry.request_id)
+        for position in range(len(tokens)):
+            assert self.memory[self._slot(entry, position)] == kv_value(namespace, tokens, position)
+        complete = entry.start + len(entry.token_ids) - len(entry.draft) == len(known)
+        assert entry.num_logits == (len(entry.draft) + 1 if complete else 0)
+        if not complete:
+            assert not entry.draft
+            return SampledTokens(entry.request_id, entry.epoch)
+        emitted = [next_token(known)]
+        for drafted in entry.draft.tokens:
+            if drafted != emitted[-1]:
+                break
+            emitted.append(next_token([*known, *emitted]))
+        known.extend(emitted)
+        return SampledTokens(entry.request_id, entry.epoch, tuple(emitted), len(entry.draft), len(emitted) - 1)
