@@ -15,7 +15,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 from specserve.core.config import EngineConfig, SpeculationConfig
 from specserve.core.errors import InvalidRequestError, SpecserveError
@@ -107,10 +107,10 @@ class LLM:
         config = EngineConfig.from_dict({**values, **options})
         # Imported here: the layers above the engine, and torch.
         from specserve.cluster.build import build_engine
-        from specserve.models.loader import load_tokenizer
 
         backend = EngineThread(lambda: build_engine(config, progress))
-        self._start(backend, lambda: load_tokenizer(model))
+        # build_engine's vocabulary is the model's whole tokenizer.
+        self._start(backend, lambda: cast("PromptEncoder", backend.vocabulary))
 
     @classmethod
     def over(cls, backend: Backend, tokenizer: PromptEncoder) -> LLM:

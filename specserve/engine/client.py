@@ -25,7 +25,12 @@ class AsyncEngineClient:
         Raises:
             SpecserveError: what kept it from starting.
         """
-        await asyncio.to_thread(self._backend.start, self._boxes.deliver)
+        try:
+            await asyncio.to_thread(self._backend.start, self._boxes.deliver)
+        except asyncio.CancelledError:
+            # The thread still waits for the engine: end that, or the event loop's executor waits for the thread.
+            await self.close()
+            raise
 
     @property
     def ready(self) -> bool:

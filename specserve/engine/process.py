@@ -245,11 +245,17 @@ class EngineProcess:
                 self._ready = True
                 self._started.set()
             elif tag == codec.PROGRESS:
-                if self._progress is not None:
-                    self._progress(*codec.unpack_body(body))
+                self._report(codec.unpack_body(body))
             elif tag == codec.FAILED:
                 failure = _rebuild(codec.unpack_body(body))
         return failure
+
+    def _report(self, values: list[Any]) -> None:
+        if self._progress is not None:
+            try:
+                self._progress(*values)
+            except Exception as error:  # a fault of the display must not take the engine down
+                logger.error("progress cannot be shown (%s)", type(error).__name__)
 
     def _flush(self, child: ChildProcess) -> None:
         if not self._ready:

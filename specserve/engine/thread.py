@@ -11,6 +11,7 @@ from typing import Any
 from specserve.core.errors import EngineDeadError, InvalidRequestError
 from specserve.core.messages import Command, EngineStats, Event, GenerateCommand
 from specserve.engine.backend import Deliver
+from specserve.engine.checks import Vocabulary
 from specserve.engine.engine import Engine
 from specserve.engine.faults import describe
 from specserve.engine.ledger import Ledger
@@ -25,6 +26,7 @@ def engine_info(engine: Engine) -> dict[str, Any]:
         "max_model_len": engine.limits.max_model_len,
         "vocab_size": engine.vocabulary.vocab_size,
         "numerics": engine.limits.numerics,
+        "kv_tokens": engine.kv.max_positions,
     }
 
 
@@ -69,6 +71,13 @@ class EngineThread:
     @property
     def info(self) -> dict[str, Any]:
         return engine_info(self._engine) if self._engine is not None else {}
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The engine's tokenizer; only after `start`."""
+        if self._engine is None:
+            raise EngineDeadError("the engine does not run")
+        return self._engine.vocabulary
 
     def stats(self) -> EngineStats:
         return self._engine.stats() if self._engine is not None else EngineStats()

@@ -200,6 +200,28 @@ def test_close_during_streams_fails_them_and_threads_end():
     assert [t for t in threading.enumerate() if t not in before and t.name.startswith("engine")] == []
 
 
+def test_cancelling_the_start_ends_the_child(private_temp):
+    async def test():
+        client = AsyncEngineClient(process("slow"))
+        start = asyncio.ensure_future(client.start())
+        await until(lambda: any(private_temp.glob("specserve-*/engine")))
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+
+    run(test())
+
+
+def test_a_progress_display_that_fails_does_no_harm():
+    def progress(*values):
+        raise ValueError("no terminal")
+
+    backend = process(progress=progress)
+    backend.start(lambda events: None)
+    assert backend.ready
+    backend.close()
+
+
 PARENT = """
 import sys
 from specserve.core.config import EngineConfig
@@ -230,17 +252,26 @@ def wait_gone(pid: int) -> None:
     raise AssertionError("the child lives on")
 
 
-def test_the_child_ends_when_its_parent_is_killed(tmp_path):
-    with parent("import time; time.sleep(600)", tmp_path) as owner:
+def test_the_child_ends_when_its_parent_is_killed(private_temp):
+    with parent("import time; time.sleep(600)", private_temp) as owner:
         pid = int(owner.stdout.readline())
         owner.kill()
         owner.wait()
         wait_gone(pid)
         assert owner.stderr.read() == ""
-    assert list(tmp_path.glob("specserve-*")) == []
+    assert list(private_temp.glob("specserve-*")) == []
 
 
-def test_ctrl_c_ends_both_and_only_the_parent_tells_it(tmp_path):
+def test_a_parent_that_forgets_to_close_ends_all_the_same(private_temp):
+    with parent("", private_temp) as owner:
+        pid = int(owner.stdout.readline())
+        assert owner.wait(60) == 0
+        wait_gone(pid)
+        assert owner.stderr.read() == ""
+    assert list(private_temp.glob("specserve-*")) == []
+
+
+def test_ctrl_c_ends_both_and_only_the_parent_tells_it(private_temp):
     then = """
 try:
     import time; time.sleep(600)
@@ -248,11 +279,11 @@ except KeyboardInterrupt:
     backend.close()
     print("closed", flush=True)
 """
-    with parent(then, tmp_path) as owner:
+    with parent(then, private_temp) as owner:
         pid = int(owner.stdout.readline())
         owner.send_signal(signal.SIGINT)
         assert owner.stdout.readline() == "closed\n"
         owner.wait()
         assert gone(pid)
         assert owner.stderr.read() == ""
-    assert list(tmp_path.glob("specserve-*")) == []
+    assert list(private_temp.glob("specserve-*")) == []

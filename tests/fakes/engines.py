@@ -157,6 +157,8 @@ def build(config: EngineConfig, progress: Callable[..., None]) -> Engine:
         os.kill(os.getpid(), signal.SIGKILL)
     if config.model == "error":
         raise RuntimeError("cannot read weights")
+    if config.model == "slow":
+        time.sleep(600)
     rig = make_rig(max_model_len=100_000, blocks=4096)
     deadly = VOCABULARY.id("STOP")
 
