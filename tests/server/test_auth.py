@@ -31,6 +31,7 @@ async def test_trap_e9_the_browsers_pair_of_subprotocols(caplog):
     caplog.set_level(logging.DEBUG)
     key = "openai-insecure-api-key.sk-two"
     async with running(**KEYS) as server:
+        caplog.set_level(logging.DEBUG, "uvicorn.error")
         async with server.connect(subprotocols=["realtime", key]) as socket:
             assert socket.subprotocol == "realtime"
             await receive(socket)
@@ -113,6 +114,7 @@ async def test_trap_g5_logs_have_no_content(caplog, capfd):
     caplog.set_level(logging.DEBUG)
     secret = {"type": "response.create", "input": "SECRET-PROMPT", "metadata": {"a": "SECRET-META"}}
     async with running() as server, server.connect() as socket:
+        caplog.set_level(logging.DEBUG, "uvicorn.error")
         await receive(socket)
         await send(socket, **secret)
         await until(socket, *TERMINAL)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from websockets.exceptions import InvalidStatus
 
+from specserve.server.auth import Identity
+from specserve.server.ws import SocketConnection
 from tests.fakes.client import FakeClient
 from tests.fakes.server import TERMINAL, close_code, eventually, in_loop, receive, running, send, until
 
@@ -285,3 +289,38 @@ async def test_a_stop_lets_a_live_response_finish():
         client.gate.set()
         assert (await until(socket, *TERMINAL))[-1]["type"] == "response.completed"
         await server.task
+
+
+@in_loop
+async def test_trap_e6_the_close_frame_arrives_after_the_whole_oversized_frame_was_sent():
+    """A client that reads only once it has sent everything must not find a TCP reset instead."""
+    async with running(max_message_bytes=2048) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.server.port)
+        key = b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
+        writer.write(
+            b"GET /v1/responses HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n" + key + b"\r\n"
+        )
+        await reader.readuntil(b"\r\n\r\n")
+        size = 8 * 2**20
+        writer.write(b"\x81\xff" + size.to_bytes(8, "big") + b"\0\0\0\0")
+        for _ in range(size // 65536):
+            writer.write(b"a" * 65536)
+            await writer.drain()
+        rest = await reader.read()
+        writer.close()
+    assert b"session.created" in rest
+    assert (1009).to_bytes(2, "big") in rest[-64:]
+
+
+@in_loop
+async def test_trap_d9_a_cancel_that_overtakes_its_own_submit():
+    async with running() as server:
+        connection = SocketConnection(None, server.state, Identity())
+        session = connection._session
+        (job,) = session.receive_text('{"type": "response.create", "input": "hi", "stream_id": "a"}')
+        connection._perform(session.prepared(job.response_id, (1, 2)))
+        connection._perform(session.receive_text('{"type": "response.cancel", "stream_id": "a"}'))
+        await asyncio.gather(*connection._tasks)
+        assert server.client.commands == []
+        assert session.active == 0
+        assert b'"response.cancelled"' in connection._outbox._frames[-1]
