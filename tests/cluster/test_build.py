@@ -1,0 +1,163 @@
+"""build_engine on tiny models in Hugging Face format: the whole engine, in this thread."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from specserve.cluster.build import build_engine
+from specserve.core.config import EngineConfig, SpeculationConfig
+from specserve.core.errors import ConfigError
+from specserve.core.messages import FinishedEvent, GenerateCommand
+from specserve.core.sampling import SamplingParams
+from tests.fakes.engines import answer
+from tests.fakes.tiny import EOS_ID, tiny_llama_folder
+
+PROMPTS = [tuple(range(20 + i, 44 + 3 * i)) * 2 for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_llama_folder(tmp_path_factory.mktemp("target"), vocab_size=400, max_position=256)
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def config(folder, speculation=None, **options):
+    options = {"kv_memory": "1MiB", "dtype": "float32", "threads": 1, "block_size": 8, **options}
+    if isinstance(speculation, dict):
+        speculation = SpeculationConfig.from_dict(speculation)
+    return EngineConfig(model=str(folder), speculation=speculation, **options)
+
+
+def run(engine, **params):
+    options = {"max_tokens": 24, "temperature": 0.8, **params}
+    for i, prompt in enumerate(PROMPTS):
+        engine.handle(GenerateCommand(f"r{i}", prompt, SamplingParams(seed=i, **options)))
+    events = {}
+    for _ in range(3000):
+        for event in engine.step():
+            events.setdefault(event.request_id, []).append(event)
+        if not engine.has_work:
+            break
+    assert engine.kv.baseline()
+    engine.scheduler.check()
+    engine.close()
+    return {name: answer(each) for name, each in events.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return {name: a.token_ids for name, a in run(build_engine(config(folder))).items()}
+
+
+def test_without_drafts(plain):
+    assert len(plain) == len(PROMPTS)
+    assert all(plain.values())
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("methods", [["suffix"], ["draft_model"], ["suffix", "draft_model"]], ids="+".join)
+def test_drafts_never_change_the_answers(folder, plain, methods, adaptive):
+    speculation = {"methods": methods, "num_speculative_tokens": 4, "adaptive": adaptive}
+    if "draft_model" in methods:
+        speculation["model"] = str(folder)
+    answers = run(build_engine(config(folder, speculation)))
+    assert {name: a.token_ids for name, a in answers.items()} == plain
+    for a in answers.values():
+        assert isinstance(a.end, FinishedEvent)
+        assert a.end.usage.drafted == a.end.usage.accepted + a.end.usage.rejected
+        if methods == ["draft_model"] and not adaptive:
+            assert a.end.usage.drafted == a.end.usage.accepted > 0
+
+
+def test_trap_f1_a_draft_with_another_padded_width(folder, plain, tmp_path):
+    other = tiny_llama_folder(tmp_path, seed=5, vocab_size=448, tokenizer_size=400, layers=1)
+    speculation = {"methods": ["draft_model"], "model": str(other), "adaptive": False}
+    answers = run(build_engine(config(folder, speculation)))
+    assert {name: a.token_ids for name, a in answers.items()} == plain
+
+
+def test_trap_f2_a_draft_whose_tokenizer_has_two_ids_swapped(folder, tmp_path):
+    other = tiny_llama_folder(tmp_path, vocab_size=400)
+    path = other / "tokenizer.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = values["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.__getitem__)[50:52]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"token id {min(vocabulary[first], vocabulary[second])} ") as caught:
+        build_engine(config(folder, {"methods": ["draft_model"], "model": str(other)}))
+    assert caught.value.param == "speculation.model"
+
+
+def test_trap_f5_the_split_is_told(folder, caplog):
+    told = []
+    with caplog.at_level(logging.INFO, logger="specserve"):
+        engine = build_engine(
+            config(folder, {"methods": ["draft_model"], "model": str(folder)}),
+            lambda done, total, what: told.append(what),
+        )
+    assert engine.kv.target.num_blocks == engine.kv.draft.num_blocks > 0
+    assert any("target 0.5 MiB, draft 0.5 MiB" in what for what in told)
+    assert "draft 0.5 MiB" in caplog.text
+    engine.close()
+
+
+def test_the_configured_context_and_threads(folder):
+    engine = build_engine(config(folder, max_model_len=64))
+    assert engine.limits.max_model_len == 64
+    assert torch.get_num_threads() == 1
+    engine.close()
+    with pytest.raises(ConfigError, match="max_model_len"):
+        build_engine(config(folder, max_model_len=9999))
+    with pytest.raises(ConfigError, match="kv_memory"):
+        build_engine(config(folder, kv_memory=1000))
+
+
+@pytest.mark.parametrize("methods", [["suffix"], ["draft_model"]], ids="+".join)
+def test_guided_answers_are_the_same_with_drafts(folder, methods):
+    guided = {"regex": "(yes|no|maybe)( (yes|no|maybe)){3,8}"}
+    expected = run(build_engine(config(folder)), guided=guided, max_tokens=60)
+    speculation = {"methods": methods, "adaptive": False}
+    if "draft_model" in methods:
+        speculation["model"] = str(folder)
+    answers = run(build_engine(config(folder, speculation)), guided=guided, max_tokens=60)
+    for name, a in answers.items():
+        assert a.token_ids == expected[name].token_ids
+        assert set(a.text.split()) <= {"yes", "no", "maybe"}
+        if methods == ["draft_model"]:
+            assert a.end.usage.accepted == a.end.usage.drafted > 0
+
+
+def test_trap_b14_a_minimum_that_the_grammar_cannot_fill(folder):
+    answers = run(build_engine(config(folder)), guided={"choice": ["true", "false"]}, min_tokens=20)
+    for a in answers.values():
+        assert a.text in ("true", "false")
+        assert a.end.finish_reason == "stop"
+
+
+def test_an_end_token_ends_the_answer(folder):
+    answers = run(build_engine(config(folder, {"methods": ["suffix"]})), logit_bias={EOS_ID: 100.0}, min_tokens=5)
+    for a in answers.values():
+        assert a.token_ids[-1] == EOS_ID
+        assert len(a.token_ids) == 6
+
+
+def test_impossible_options_fail_that_request_alone(folder):
+    engine = build_engine(config(folder))
+    engine.handle(GenerateCommand("bad", (5, 6), SamplingParams(allowed_token_ids=(7,), banned_token_ids=(7,))))
+    engine.handle(GenerateCommand("good", (5, 6), SamplingParams(max_tokens=4)))
+    events = {}
+    while engine.has_work:
+        for event in engine.step():
+            events.setdefault(event.request_id, []).append(event)
+    assert answer(events["bad"]).end.code == "no_legal_token"
+    assert len(answer(events["good"]).token_ids) == 4
+    engine.close()
