@@ -145,7 +145,7 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     top = logits.amax(-1, keepdim=True)
     shift = top.masked_fill(top == -math.inf, 0.0)
     total = _tree_sum(_exp(logits - shift)).double().log().float()
-    return logits - (shift + total)
+    return logits - (shift + total).masked_fill(top == -math.inf, 0.0)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -54,9 +54,36 @@ struct State {
     float top[H], total[H];
 };
 
+// Lines of `vectors` vectors from p. The hardware does not see the pattern: one head's part of each token's line-up.
+template <typename T>
+inline void prefetch(const T* p, int vectors) {
+    for (int i = 0; i < vectors; i += 64 / (int)(W * sizeof(T))) __builtin_prefetch(p + i * W);
+}
+
+// Where keys [from, to) of one tile and their values are. Others point at the first, so that prefetching is harmless.
+template <typename T>
+struct Tile {
+    const T* keys[TILE];
+    const T* values[TILE];
+
+    void find(const T* key_cache, const T* value_cache, const int32_t* table, int64_t tile, int64_t from, int64_t to,
+              int64_t kv_head, const AttentionArgs& a) {
+        int64_t block = (tile + from) / a.block_size, in_block = (tile + from) % a.block_size;
+        for (int64_t j = from; j < to; j++) {
+            int64_t token = table[block] * a.block_size + in_block;
+            int64_t offset = (token * a.kv_heads + kv_head) * a.dim;
+            keys[j] = key_cache + offset, values[j] = value_cache + offset;
+            if (++in_block == a.block_size) block++, in_block = 0;
+        }
+        for (int64_t j = 0; j < TILE; j++)
+            if (j < from || j >= to) keys[j] = key_cache, values[j] = value_cache;
+    }
+};
+
 // Scores of keys [from, to) of one tile into s.p; others are -inf.
 template <typename T, int H, int V>
-inline void scores(State<H>& s, const T* const* keys, int64_t from, int64_t to, int dim_vectors) {
+inline void scores(State<H>& s, const T* const* keys, const T* const* next, int64_t from, int64_t to,
+                   int dim_vectors) {
     const int vectors = V ? V : dim_vectors;
     for (int64_t group = 0; group < TILE; group += W) {
         if (group + W <= from || group >= to) {
@@ -67,6 +94,7 @@ inline void scores(State<H>& s, const T* const* keys, int64_t from, int64_t to, 
         if (group < from || group + W > to) std::memset(dots, 0, sizeof dots);
         for (int64_t j = group < from ? from - group : 0; j < W && group + j < to; j++) {
             const T* k = keys[group + j];
+            prefetch(next[group + j], vectors);
             vfloat dot[H] = {};
             for (int i = 0; i < vectors; i++) {
                 vfloat x = load(k + i * W);
@@ -106,12 +134,14 @@ inline void rescale(State<H>& s, int vectors) {
 
 // out += weights * V, N vectors of the head at a time so that the sums stay in registers.
 template <typename T, int H, int N>
-inline void add_values(State<H>& s, const T* const* values, int64_t from, int64_t to, int first) {
+inline void add_values(State<H>& s, const T* const* values, const T* const* next, int64_t from, int64_t to,
+                       int first) {
     vfloat out[H][N];
     for (int h = 0; h < H; h++)
         for (int i = 0; i < N; i++) out[h][i] = s.out[h][first + i];
     for (int64_t j = from; j < to; j++) {
         const T* v = values[j] + first * W;
+        prefetch(next[j] + first * W, N);
         vfloat x[N];
         for (int i = 0; i < N; i++) x[i] = load(v + i * W);
         for (int h = 0; h < H; h++)
@@ -135,22 +165,22 @@ void attend(const T* q, const T* key_cache, const T* value_cache, T* out, int64_
     }
     const int32_t* table = a.tables + a.row_sequence[row] * a.table_stride;
     int64_t end = a.positions[row] + 1, begin = a.window && end > a.window ? end - a.window : 0;
-    int64_t token_stride = a.kv_heads * a.dim;
-    const T* keys[TILE];
-    const T* values[TILE];
-    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
+    Tile<T> tiles[2];  // this one and the next, which is fetched while this one is computed
+    auto find = [&](int64_t tile) {
         int64_t from = begin > tile ? begin - tile : 0, to = end - tile < TILE ? end - tile : TILE;
-        int64_t block = (tile + from) / a.block_size, in_block = (tile + from) % a.block_size;
-        for (int64_t j = from; j < to; j++) {
-            int64_t offset = (table[block] * a.block_size + in_block) * token_stride + kv_head * a.dim;
-            keys[j] = key_cache + offset, values[j] = value_cache + offset;
-            if (++in_block == a.block_size) block++, in_block = 0;
-        }
-        scores<T, H, V>(s, keys, from, to, vectors);
+        tiles[tile / TILE % 2].find(key_cache, value_cache, table, tile, from, to, kv_head, a);
+    };
+    int64_t first = begin / TILE * TILE;
+    find(first);
+    for (int64_t tile = first; tile < end; tile += TILE) {
+        int64_t from = begin > tile ? begin - tile : 0, to = end - tile < TILE ? end - tile : TILE;
+        if (tile + TILE < end) find(tile + TILE);
+        const Tile<T>&here = tiles[tile / TILE % 2], &next = tiles[(tile / TILE + (tile + TILE < end)) % 2];
+        scores<T, H, V>(s, here.keys, next.keys, from, to, vectors);
         rescale<H>(s, vectors);
         int i = 0;
-        for (; i + 4 <= vectors; i += 4) add_values<T, H, 4>(s, values, from, to, i);
-        for (; i < vectors; i++) add_values<T, H, 1>(s, values, from, to, i);
+        for (; i + 4 <= vectors; i += 4) add_values<T, H, 4>(s, here.values, next.values, from, to, i);
+        for (; i < vectors; i++) add_values<T, H, 1>(s, here.values, next.values, from, to, i);
     }
     for (int h = 0; h < H; h++)
         for (int i = 0; i < vectors; i++)
