@@ -168,6 +168,7 @@ def run(lifeline: int) -> int:
         status = 1
     engine.close()
     channel.close()
+    shutil.rmtree(hello["directory"], ignore_errors=True)  # as in _watch, which may come too late
     return status
 
 
