@@ -228,8 +228,12 @@ from specserve.core.config import EngineConfig
 from specserve.engine.process import EngineProcess
 backend = EngineProcess(EngineConfig(), "tests.fakes.engines:build")
 backend.start(lambda events: None)
-print(backend.info["pid"], flush=True)
-{then}
+try:
+    print(backend.info["pid"], flush=True)
+    {then}
+except KeyboardInterrupt:
+    backend.close()
+    print("closed", flush=True)
 """
 
 
@@ -263,7 +267,7 @@ def test_the_child_ends_when_its_parent_is_killed(private_temp):
 
 
 def test_a_parent_that_forgets_to_close_ends_all_the_same(private_temp):
-    with parent("", private_temp) as owner:
+    with parent("pass", private_temp) as owner:
         pid = int(owner.stdout.readline())
         assert owner.wait(60) == 0
         wait_gone(pid)
@@ -272,13 +276,7 @@ def test_a_parent_that_forgets_to_close_ends_all_the_same(private_temp):
 
 
 def test_ctrl_c_ends_both_and_only_the_parent_tells_it(private_temp):
-    then = """
-try:
-    import time; time.sleep(600)
-except KeyboardInterrupt:
-    backend.close()
-    print("closed", flush=True)
-"""
+    then = "import time; time.sleep(600)"
     with parent(then, private_temp) as owner:
         pid = int(owner.stdout.readline())
         owner.send_signal(signal.SIGINT)
