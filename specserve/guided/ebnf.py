@@ -1,0 +1,106 @@
+"""Writing rules as GBNF text, the notation that xgrammar compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from specserve.guided.expr import EMPTY, NEVER, Alt, Class, Expr, Lit, Ref, Repeat, Seq, alt, repeat, seq
+
+
+def productive(rules: Mapping[str, Expr]) -> dict[str, Expr]:
+    """The rules without branches that never end (no finite text matches them)."""
+    known: set[str] = set()
+    while True:
+        fresh = {name for name, body in rules.items() if name not in known and _ends(body, known)}
+        if not fresh:
+            break
+        known |= fresh
+    return {name: _pruned(body, known) for name, body in rules.items() if name in known}
+
+
+def _ends(expr: Expr, known: set[str]) -> bool:
+    if isinstance(expr, Ref):
+        return expr.name in known
+    if isinstance(expr, Seq):
+        return all(_ends(item, known) for item in expr.items)
+    if isinstance(expr, Alt):
+        return any(_ends(item, known) for item in expr.items)
+    if isinstance(expr, Repeat):
+        return expr.low == 0 or _ends(expr.item, known)
+    return not (isinstance(expr, Class) and not expr.ranges)
+
+
+def _pruned(expr: Expr, known: set[str]) -> Expr:
+    if not _ends(expr, known):
+        return NEVER
+    if isinstance(expr, Seq):
+        return seq(*(_pruned(item, known) for item in expr.items))
+    if isinstance(expr, Alt):
+        return alt([_pruned(item, known) for item in expr.items if _ends(item, known)])
+    if isinstance(expr, Repeat):
+        return repeat(_pruned(expr.item, known), expr.low, expr.high)
+    return expr
+
+
+def reachable(rules: Mapping[str, Expr], root: str) -> dict[str, Expr]:
+    """The rules that `root` needs, in the order of first use."""
+    out = {root: rules[root]}
+    stack: list[Expr] = [rules[root]]
+    while stack:
+        expr = stack.pop()
+        if isinstance(expr, Ref) and expr.name not in out:
+            out[expr.name] = rules[expr.name]
+            stack.append(rules[expr.name])
+        elif isinstance(expr, (Seq, Alt)):
+            stack.extend(expr.items)
+        elif isinstance(expr, Repeat):
+            stack.append(expr.item)
+    return out
+
+
+def write(rules: Mapping[str, Expr], root: str = "root") -> str | None:
+    """GBNF text of the rules that `root` needs; None if no text matches `root`."""
+    live = productive(rules)
+    if root not in live:
+        return None
+    return "".join(f"{name} ::= {_text(body)}\n" for name, body in reachable(live, root).items())
+
+
+def _text(expr: Expr) -> str:
+    if expr == EMPTY:
+        return '""'
+    if isinstance(expr, Lit):
+        return '"' + "".join(_char(ord(c), '"\\') for c in expr.text) + '"'
+    if isinstance(expr, Class):
+        return "[" + "".join(_interval(low, high) for low, high in expr.ranges) + "]"
+    if isinstance(expr, Ref):
+        return expr.name
+    if isinstance(expr, Seq):
+        return " ".join(_grouped(item) for item in expr.items)
+    if isinstance(expr, Alt):
+        return " | ".join(_text(item) for item in expr.items)
+    if isinstance(expr, Repeat):
+        return _grouped(expr.item) + _counts(expr.low, expr.high)
+    raise TypeError(f"{type(expr).__name__} must be gone before a grammar is written")
+
+
+def _grouped(expr: Expr) -> str:
+    text = _text(expr)
+    return text if isinstance(expr, (Class, Ref)) or (isinstance(expr, Lit)) else f"({text})"
+
+
+def _counts(low: int, high: int | None) -> str:
+    if high is None:
+        return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
+    return "?" if (low, high) == (0, 1) else f"{{{low},{high}}}"
+
+
+def _interval(low: int, high: int) -> str:
+    first = _char(low, "[]^-\\")
+    return first if low == high else f"{first}-{_char(high, '[]^-' + chr(92))}"
+
+
+def _char(code: int, special: str) -> str:
+    if 0x20 <= code < 0x7F and chr(code) not in special:
+        return chr(code)
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
