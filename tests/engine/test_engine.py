@@ -50,7 +50,10 @@ def test_seed_is_drawn_reported_and_replays():
 def test_trap_a13_stop_text_inside_accepted_drafts(drafts):
     got = one(make_rig(scripted("abSTOPdef"), drafts=drafts), stop="STOP", max_tokens=30)
     assert (got.text, got.reason, got.token_ids) == ("ab", "stop", V.split("ab"))
-    assert got.end.usage.completion_tokens == 6
+    usage = got.end.usage
+    assert usage.completion_tokens == 6
+    assert usage.accepted <= 6
+    assert usage.rejected == 0, "what was drafted behind the stop text counts for nothing"
 
 
 @pytest.mark.parametrize("drafts", [0, 8])
@@ -88,6 +91,7 @@ def test_drafts_end_at_an_end_token_and_at_the_budget():
     one(rig, max_tokens=4)
     drafts = [r.draft.tokens for plan in rig.executor.plans for r in plan.requests if r.draft]
     assert drafts == [tuple(V.split("bc"))], "the last of the budget is the target's own token"
+    assert rig.drafter.budgets == [2]
 
 
 def test_trap_a18_context_limit():

@@ -129,9 +129,7 @@ class FakeExecutor:
             return SampledTokens(request.request_id, request.epoch, error="no token is legal")
         accepted = len(tokens) - 1
         logprobs = tuple(entries) if state.params.logprobs is not None else ()
-        return SampledTokens(
-            request.request_id, request.epoch, tuple(tokens), len(request.draft), accepted, logprobs
-        )
+        return SampledTokens(request.request_id, request.epoch, tuple(tokens), len(request.draft), accepted, logprobs)
 
     def _scores(self, context: tuple[int, ...], state: NewRequest, mask: np.ndarray | None) -> np.ndarray:
         params = state.params
@@ -171,6 +169,7 @@ class OracleDrafter:
         self._vocab_size = vocab_size
         self._wrong = wrong
         self.asked: list[str] = []
+        self.budgets: list[int] = []
         self.forgotten: list[str] = []
         self.fail_next: Exception | None = None
 
@@ -186,6 +185,7 @@ class OracleDrafter:
     def _propose(self, context: DraftContext) -> TokenTree:
         request = context.request
         self.asked.append(request.request_id)
+        self.budgets.append(context.budget)
         known = tuple(request.token_ids)
         drafted: list[int] = []
         for _ in range(context.budget):
