@@ -165,7 +165,8 @@ def _drafter(
 
 
 def _compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    token_bytes = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    return GrammarCompiler(token_bytes, tokenizer.vocab_size, tokenizer.eos_ids)
 
 
 def _cores() -> int:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from specserve.core.protocols import Bitmask, DraftBackend, DraftContext, DraftRows
 from specserve.core.tree import EMPTY_TREE, TokenTree
+from specserve.guided.masks import allocate
 from specserve.kv.manager import KVManager, SequenceKV
 from specserve.kv.table import BlockTable
-from specserve.spec.legal import end_ids
+from specserve.spec.ends import end_ids
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class _Draft:
         """The matcher's mask for the next token."""
         if self.context.matcher is None:
             return None
-        mask = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+        mask = allocate(1, vocab_size)
         self.context.matcher.fill(mask, 0)
         return mask
 

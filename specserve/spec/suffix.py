@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 
 from specserve.core.protocols import DraftContext
 from specserve.core.tree import EMPTY_TREE, TokenTree
-from specserve.spec.legal import cut_after_end, end_ids, legal_prefix
+from specserve.guided.masks import longest_legal
+from specserve.spec.ends import cut_after_end, end_ids
 
 
 class SuffixIndex:
@@ -75,7 +76,8 @@ class SuffixDrafter:
         ends = end_ids(request, self._eos_ids)
         for start in index.continuations(tokens):
             drafted = cut_after_end(copy_forward(tokens, start, context.budget), ends)
-            drafted = legal_prefix(context.matcher, drafted)
+            if context.matcher is not None:
+                drafted = drafted[: longest_legal(context.matcher, drafted)]
             if drafted:
                 return TokenTree.chain(drafted, self.name)
         return EMPTY_TREE

@@ -140,7 +140,8 @@ def _with_noise(x: torch.Tensor, groups: Sequence[RowGroup], counts: np.ndarray,
 def _best(x: torch.Tensor) -> np.ndarray:
     """argmax of each row, int64 [n], the lowest id among equals; NO_TOKEN where the largest entry is not finite."""
     # Padding makes the rows strided: they are copied a few at a time.
-    best = argmax(x) if x.is_contiguous() else torch.cat([argmax(part.contiguous()) for part in x.split(MAX_ROWS)])
+    starts = range(0, len(x), MAX_ROWS)
+    best = argmax(x) if x.is_contiguous() else torch.cat([argmax(x[i : i + MAX_ROWS].contiguous()) for i in starts])
     peak = x.gather(1, best[:, None])[:, 0]
     return np.asarray(torch.where(torch.isfinite(peak), best, NO_TOKEN).numpy())
 

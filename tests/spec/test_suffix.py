@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 from specserve.core.protocols import DraftContext
 from specserve.core.request import Request
 from specserve.core.sampling import SamplingParams
-from specserve.spec.legal import legal_prefix
 from specserve.spec.suffix import SuffixDrafter, SuffixIndex
 from tests.fakes.drive import PatternMatcher
 
@@ -77,11 +76,3 @@ def test_the_incremental_index_equals_a_search(tokens, cuts):
         if ends and ends[-1] not in expected:
             expected.append(ends[-1])
     assert index.continuations(tokens) == expected
-
-
-def test_legal_prefix_leaves_the_matcher():
-    matcher = PatternMatcher([[1], [2]], 2)
-    assert legal_prefix(matcher, [1, 2, 0, 5]) == [1, 2, 0], "nothing after the grammar's end"
-    assert matcher.accepted == []
-    assert legal_prefix(matcher, [3]) == []
-    assert legal_prefix(None, [3, 4]) == [3, 4]
