@@ -21,8 +21,15 @@ _P, _I, _F, _N = c_void_p, c_int64, c_float, c_int
 _NORM = (_P, _P, _P, _P, _I, _I, _F, _N)
 _ROPE = (_P,) * 9 + (_I,) * 5 + (_F, _N)
 _ATTENTION = (_P,) * 7 + (_I,) * 7 + (_F, _I, _N)
+_PACK = (_P, _P, _I, _I)
+_GEMM = (_P, _P, _P, _P, _I, _I, _I, _N)
 _SILU = (_P, _P, _I, _I, _N)
 SIGNATURES = {
+    "ss_pack_f32": _PACK,
+    "ss_pack_bf16": _PACK,
+    "ss_gemm_f32_f32": _GEMM,
+    "ss_gemm_bf16_bf16": _GEMM,
+    "ss_gemm_bf16_f32": _GEMM,
     "ss_norm_f32_f32": _NORM,
     "ss_norm_bf16_bf16": _NORM,
     "ss_norm_f32_bf16": _NORM,

@@ -49,7 +49,7 @@ class LlamaFamily:
         self._rotary = RotaryTable(config.inv_freq, config.rope_scale)
         with torch.no_grad():
             named = Weights(weights, dtype)
-            linear = LinearFactory(numerics)
+            linear = LinearFactory(numerics, native=ops is cpu_ops)
             table = (config.vocab_size, config.hidden_size)
             self._embed = named.get("model.embed_tokens.weight", table)
             self._layers = [build_layer(config, named, i, linear) for i in range(config.num_layers)]

@@ -1,11 +1,16 @@
 """Linear layers whose rows do not depend on the batch.
 
-A library's GEMM chooses its kernel, and with it the order of its sums, by the number of rows. With a fixed number of
-rows it computes each row alike wherever the row stands and whatever the others hold. So numerics="invariant" runs every
-GEMM in tiles of one fixed number of rows, the last one filled up, and checks that claim bit by bit for each shape of
-weight when a model is loaded; a shape that fails is computed row by row. numerics="fast" gives the library all rows.
+numerics="invariant" uses, in order of preference, for each shape of weight:
 
-The number of threads also enters the order of sums: set it before a model is loaded and leave it.
+1. the native GEMM, where each output is one sum in a fixed order, whatever the rows;
+2. the library's GEMM in tiles of one fixed number of rows, the last one filled up. A library chooses its kernel, and
+   with it the order of its sums, by the number of rows; with a fixed number it computes each row alike wherever the row
+   stands and whatever the others hold;
+3. the library's GEMM row by row.
+
+Each is checked bit by bit when a model is loaded; one that fails is not used. numerics="fast" takes what is fastest.
+
+The number of threads may enter the order of sums: set it before a model is loaded and leave it.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from specserve.core.errors import ModelLoadError
+from specserve.kernels.cpu import linear as native_linear
 
 log = logging.getLogger(__name__)
 
@@ -57,64 +63,66 @@ class TiledLinear:
 
 
 class LinearFactory:
-    """Makes the linear layers of one model. The check runs once for each shape of weight."""
+    """Makes the linear layers of one model. The check runs once for each shape of weight.
 
-    def __init__(self, numerics: str) -> None:
+    Args:
+        numerics: "invariant" or "fast".
+        native: whether the native GEMM may be used where it can be built.
+    """
+
+    def __init__(self, numerics: str, native: bool = True) -> None:
         self.numerics = numerics
-        self._chosen: dict[tuple[object, ...], tuple[bool, int]] = {}
+        self._native = native
+        self._chosen: dict[tuple[object, ...], str] = {}
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Of weight [out, in]. Raises ModelLoadError if not even single rows are computed alike."""
         weight = weight.contiguous()
         if self.numerics == "fast":
-            return _kernel(weight, bias, packed=_packable(weight), tile=TILES[weight.dtype])
+            # For float32 the library is the faster one; for bfloat16 it is not where rows are few.
+            native = self._native and weight.dtype == torch.bfloat16 and native_linear.available(weight.dtype)
+            return _build("native" if native else "library", weight, bias)
         key = (tuple(weight.shape), weight.dtype, bias is not None)
         if key not in self._chosen:
             self._chosen[key] = self._choose(weight, bias)
-        packed, tile = self._chosen[key]
-        kernel = _kernel(weight, bias, packed, tile)
-        return TiledLinear(kernel, tile, weight.shape[1], weight.shape[0], weight.dtype)
+        return _build(self._chosen[key], weight, bias)
 
-    def _choose(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[bool, int]:
-        tile = TILES[weight.dtype]
-        candidates = [(True, tile)] if _packable(weight) else []
-        for packed, rows in (*candidates, (False, tile), (False, 1)):
-            if is_invariant(_kernel(weight, bias, packed, rows), rows, weight.shape[1], weight.dtype):
-                return packed, rows
-            log.warning("GEMM %s in tiles of %d rows depends on its rows here", tuple(weight.shape), rows)
+    def _choose(self, weight: torch.Tensor, bias: torch.Tensor | None) -> str:
+        candidates = ["tiles", "rows"]
+        if _packable(weight):
+            candidates.insert(0, "packed tiles")
+        if self._native and native_linear.available(weight.dtype):
+            candidates.insert(0, "native")
+        for kind in candidates:
+            if is_invariant(_build(kind, weight, bias), weight.shape[1], weight.dtype):
+                return kind
+            log.warning("GEMM %s %s: a row depends on the others here, so it is not used", tuple(weight.shape), kind)
         raise ModelLoadError(
             f'numerics: this machine\'s GEMM of shape {tuple(weight.shape)} is not reproducible; use numerics="fast"',
             param="numerics",
         )
 
 
-def is_invariant(kernel: Kernel, tile: int, in_features: int, dtype: torch.dtype) -> bool:
-    """Whether a row's result is the same bits at every position of a tile, with any neighbours, at any address.
+def is_invariant(linear: Linear, in_features: int, dtype: torch.dtype) -> bool:
+    """Whether a row's result is the same bits in any number of rows, at any place, with any neighbours and address.
 
     The inputs' magnitudes are spread widely, so that another order of summation shows after rounding too.
     """
     random = torch.Generator().manual_seed(0)
-    rows = 2 * tile + 2
+    rows = 2 * max(TILES.values()) + 6
     spread = torch.exp2(torch.randint(-8, 9, (rows, in_features), generator=random).float())
     x = (torch.randn(rows, in_features, generator=random) * spread).to(dtype)
-    linear = TiledLinear(kernel, tile, in_features, kernel(x[:tile].clone()).shape[1], dtype)
     expected = linear(x)
     order = torch.randperm(rows, generator=random)
     if not torch.equal(linear(x[order]), expected[order]):
         return False
-    # Another address, and a second time.
-    moved = torch.empty(tile * in_features + ALIGNMENT, dtype=dtype)[ALIGNMENT // dtype.itemsize :][
-        : tile * in_features
-    ]
-    moved = moved.view(tile, in_features)
-    moved.copy_(x[:tile])
-    if not torch.equal(kernel(moved), expected[:tile]):
-        return False
-    # One row alone, first, last and in between, among zeros.
-    for at in {0, tile // 2, tile - 1}:
-        moved.zero_()
-        moved[at] = x[rows - 1]
-        if not torch.equal(kernel(moved)[at], expected[rows - 1]):
+    for first, count in ((0, 1), (rows - 1, 1), (3, 2), (5, 7), (1, 16), (9, 33), (2, 64)):  # other addresses as well
+        if not torch.equal(linear(x[first : first + count]), expected[first : first + count]):
+            return False
+    for at in (0, 15, 31, 40):  # one row among zeros
+        lonely = torch.zeros_like(x)
+        lonely[at] = x[7]
+        if not torch.equal(linear(lonely)[at], expected[7]):
             return False
     return True
 
@@ -127,9 +135,17 @@ def _packable(weight: torch.Tensor) -> bool:
     )
 
 
-def _kernel(weight: torch.Tensor, bias: torch.Tensor | None, packed: bool, tile: int) -> Kernel:
-    if not packed:
+def _build(kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    if kind == "native":
+        return native_linear.PackedLinear(weight, bias)
+    if kind == "library":
         return lambda x: F.linear(x, weight, bias)
+    tile = 1 if kind == "rows" else TILES[weight.dtype]
+    kernel = _packed_kernel(weight, bias, tile) if kind == "packed tiles" else lambda x: F.linear(x, weight, bias)
+    return TiledLinear(kernel, tile, weight.shape[1], weight.shape[0], weight.dtype)
+
+
+def _packed_kernel(weight: torch.Tensor, bias: torch.Tensor | None, tile: int) -> Kernel:
     # The weight in the order in which the kernel reads it: a third faster than reordering within each call.
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight, tile)
     run = torch.ops.mkldnn._linear_pointwise.default

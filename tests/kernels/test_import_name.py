@@ -42,7 +42,7 @@ def test_an_installed_kernels_package_is_found_first(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu.ops", "cpu.native", "cpu.build"])
+@pytest.mark.parametrize("name", ["reference", "cpu.ops", "cpu.native", "cpu.build", "cpu.linear"])
 def test_modules_refuse_the_other_name(name):
     code = (
         "import importlib\n"
