@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from specserve.core.errors import ModelLoadError
 from specserve.models.batch import ForwardBatch
 from specserve.models.checkpoint import some
 from specserve.models.hf_attention import NAME, Layer, paged_step, probing
-from specserve.models.hf_invariant import make_invariant
+from specserve.models.hf_invariant import RowwiseMath, make_invariant
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
 
@@ -48,7 +48,8 @@ class TransformersModel:
         self._keeps_rows = "logits_to_keep" in parameters
         layers = self._probe()
         _refuse_hidden_windows(model.config.get_text_config(), layers)
-        if numerics == "invariant":
+        self._invariant = numerics == "invariant"
+        if self._invariant:
             make_invariant(model)
         config = model.config.get_text_config()
         self.windows = tuple(layer.window for layer in layers)
@@ -99,7 +100,7 @@ class TransformersModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         """Logits float32 [m, vocab_size] of the batch's logit rows; every row's K and V is stored in `cache`."""
-        with paged_step(batch, cache):
+        with paged_step(batch, cache), RowwiseMath() if self._invariant else nullcontext():
             logits = self._run(batch.token_ids, batch.positions, batch.logit_rows)
         return logits.float()
 
