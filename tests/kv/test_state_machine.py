@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from specserve.kv.block_pool import BlockPool
 from specserve.kv.manager import KVManager
+from specserve.kv.prefix import PrefixChain
 from tests.fakes.worker import kv_value
 
 TOKEN = st.integers(0, 1)
@@ -45,9 +46,10 @@ class KVMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.live = []
+        self.digests = {}
 
     @initialize(
-        size=st.sampled_from([1, 2, 4]), blocks=st.integers(2, 12), draft=st.integers(1, 9), cache=st.booleans()
+        size=st.sampled_from([2, 4, 1]), blocks=st.integers(2, 14), draft=st.integers(2, 10), cache=st.booleans()
     )
     def build(self, size, blocks, draft, cache):
         self.size = size
@@ -76,9 +78,14 @@ class KVMachine(RuleBasedStateMachine):
     # Rules
 
     @precondition(lambda self: len(self.live) < 6)
-    @rule(tokens=st.lists(TOKEN, min_size=1, max_size=12), namespace=st.sampled_from("ab"))
-    def open(self, tokens, namespace):
-        self.start(tokens, namespace)
+    @rule(tokens=st.lists(TOKEN, min_size=1, max_size=12), namespace=st.sampled_from("ab"), known=st.integers(0, 12))
+    def open(self, tokens, namespace, known):
+        """A new prompt, of which a first chunk is computed at once."""
+        seq = self.start(tokens, namespace)
+        if known:
+            self.reserve_rows(seq, known, [], False)
+            self.forward()
+            self.commit_rows(seq, 0, 1, False, True)
 
     @precondition(lambda self: 0 < len(self.live) < 6)
     @rule(which=WHICH, cut=SMALL, more=st.lists(TOKEN, max_size=3))
@@ -96,12 +103,15 @@ class KVMachine(RuleBasedStateMachine):
             assert table.committed % self.size == 0
             assert self.cache or table.committed == 0
         self.live.append(seq)
+        return seq
 
     @rule(which=WHICH, known=st.integers(1, 8), draft=st.lists(TOKEN, max_size=4), twice=st.booleans())
     def reserve(self, which, known, draft, twice):
         seq = self.pick(which, lambda s: s.step is None and s.committed < len(s.tokens))
-        if seq is None:
-            return
+        if seq is not None:
+            self.reserve_rows(seq, known, draft, twice)
+
+    def reserve_rows(self, seq, known, draft, twice):
         left = len(seq.tokens) - seq.committed
         known = min(known, left)
         draft = [] if known < left else seq.drafted[: len(draft)] if seq.drafted else draft
@@ -134,7 +144,35 @@ class KVMachine(RuleBasedStateMachine):
     @rule(which=WHICH, accepted=SMALL, token=TOKEN, cut=st.booleans(), rollback=st.booleans())
     def commit(self, which, accepted, token, cut, rollback):
         seq = self.pick(which, lambda s: s.ran)
-        if seq is None:
+        if seq is not None:
+            self.commit_rows(seq, accepted, token, cut, rollback)
+
+    @rule(
+        known=st.integers(1, 8),
+        drafts=st.lists(st.lists(TOKEN, max_size=4), max_size=6),
+        accepted=SMALL,
+        flip=TOKEN,
+        between=st.sampled_from(["", "fork", "rollback", "release"]),
+        which=WHICH,
+    )
+    def whole_step(self, known, drafts, accepted, flip, between, which):
+        """One plan of all: every sequence reserves, all run, all commit. Equal ones go on with different tokens.
+
+        Between reserving and running, one that waits for its copies may fork, or be dropped from the plan.
+        """
+        for i, seq in enumerate(self.live):
+            if seq.step is None and seq.committed < len(seq.tokens):
+                self.reserve_rows(seq, known, drafts[i] if i < len(drafts) else [], bool(flip))
+        seq = self.pick(which, lambda s: s.copies) or self.pick(which)
+        if seq is not None and between:
+            {"fork": self.fork_one, "rollback": self.rollback_one, "release": self.release_one}[between](seq)
+        self.forward()
+        for i, seq in enumerate(self.live):
+            if seq.ran:
+                self.commit_rows(seq, accepted, (i + flip) % 2, False, True)
+
+    def commit_rows(self, seq, accepted, token, cut, rollback):
+        if not seq.ran:
             return
         known, draft = seq.step
         accepted = min(accepted, len(draft))
@@ -157,16 +195,23 @@ class KVMachine(RuleBasedStateMachine):
     def rollback(self, which):
         seq = self.pick(which)
         if seq is not None:
-            self.kv.rollback(seq.kv)
-            self.forget(seq)
-            assert len(seq.kv.target.block_ids) == -(-seq.committed // self.size)
-            assert len(seq.kv.draft.block_ids) == -(-seq.draft_committed // self.size)
+            self.rollback_one(seq)
+
+    def rollback_one(self, seq):
+        self.kv.rollback(seq.kv)
+        self.forget(seq)
+        assert len(seq.kv.target.block_ids) == -(-seq.committed // self.size)
+        assert len(seq.kv.draft.block_ids) == -(-seq.draft_committed // self.size)
 
     @precondition(lambda self: len(self.live) < 6)
     @rule(which=WHICH)
     def fork(self, which):
         seq = self.pick(which)
         if seq is not None:
+            self.fork_one(seq)
+
+    def fork_one(self, seq):
+        if len(self.live) < 6:
             child = Model(self.kv.fork(seq.kv), seq.namespace, list(seq.tokens))
             assert (child.committed, child.draft_committed) == (seq.committed, seq.draft_committed)
             self.live.append(child)
@@ -175,8 +220,11 @@ class KVMachine(RuleBasedStateMachine):
     def release(self, which):
         seq = self.pick(which)
         if seq is not None:
-            self.kv.release(seq.kv)
-            self.live.remove(seq)
+            self.release_one(seq)
+
+    def release_one(self, seq):
+        self.kv.release(seq.kv)
+        self.live.remove(seq)
 
     @rule(which=WHICH, known=st.integers(1, 8), draft=st.lists(TOKEN, max_size=4), lost=st.booleans())
     def draft(self, which, known, draft, lost):
@@ -217,12 +265,26 @@ class KVMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         self.kv.check()
+        for pool, memory in ((self.kv.target, self.memory["target"]), (self.kv.draft, self.memory["draft"])):
+            for block in range(pool.num_blocks):
+                if pool.published(block):
+                    self.is_what_its_digest_names(pool, memory, block)
         for seq in self.live:
             for table, committed in ((seq.kv.target, seq.committed), (seq.kv.draft, seq.draft_committed)):
                 assert table.committed == committed
                 self.reads_back(seq, table, committed)
             if seq.ran:
                 self.reads_back(seq, seq.kv.target, seq.committed + seq.step[0])
+
+    def is_what_its_digest_names(self, pool, memory, block):
+        """A published block, used or free, holds one text's KV, and is found under that text's digest."""
+        values = memory[block * self.size : (block + 1) * self.size]
+        namespace, tokens = values[-1]
+        start = len(tokens) - self.size
+        assert values == [kv_value(namespace, tokens, start + i) for i in range(self.size)]
+        if (namespace, tokens) not in self.digests:
+            self.digests[namespace, tokens] = PrefixChain(namespace, self.size).digest(tokens, start // self.size)
+        assert pool.lookup(self.digests[namespace, tokens]) == block
 
     def reads_back(self, seq, table, end):
         pending = table.pending_source
