@@ -177,7 +177,10 @@ class Scheduler:
         request.num_computed = request.kv.target.committed
 
     def abandon(self, plan: StepPlan) -> None:
-        """The step failed: take its reservations back. Its requests go on as if it had never been planned."""
+        """The step failed: take its reservations back. Its requests go on as if it had never been planned.
+
+        Whether the worker saw the plan is unknown, so later plans may remove states again, or ones never added.
+        """
         if plan is not self._plan:
             raise ValueError(f"plan {plan.step} is not in flight")
         live = [r for r in self._planned if r.kv is not None]

@@ -46,9 +46,14 @@ class FakeWorker:
         self.states: dict[str, list[int]] = {}
         self.namespace = namespace
         self.max_rows = 0
+        self.abandoned = False  # a plan was: states may be removed that were never added, or twice
 
     def run(self, plan: StepPlan) -> StepResult:
         """All of one step."""
+        self.forward(plan)
+        return StepResult(plan.step, tuple(self._sample(entry) for entry in plan.requests))
+
+    def forward(self, plan: StepPlan) -> None:
         self._update_states(plan.removed, plan.added)
         for copy in plan.copies:
             assert copy.pool == "target"
@@ -57,11 +62,13 @@ class FakeWorker:
         for entry in plan.requests:
             self._write(entry)
         self.max_rows = max(self.max_rows, plan.num_rows)
-        return StepResult(plan.step, tuple(self._sample(entry) for entry in plan.requests))
 
     def _update_states(self, removed: Sequence[str], added: Sequence[NewRequest]) -> None:
         for request_id in removed:
-            del self.states[request_id]
+            if self.abandoned:
+                self.states.pop(request_id, None)
+            else:
+                del self.states[request_id]
         for new in added:
             self.states[new.request_id] = list(new.token_ids)
 

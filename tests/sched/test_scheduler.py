@@ -1,0 +1,362 @@
+"""Scheduler: chunks, drafts, budgets, admission, refusals."""
+
+import pytest
+
+from specserve.core.errors import CapacityError, InvalidRequestError, OverloadedError
+from specserve.core.plan import SampledTokens, StepResult
+from specserve.core.request import Status
+from specserve.sched.scheduler import SchedulerLimits
+from tests.fakes.sched import Bench, draft_for
+from tests.fakes.worker import expected_tokens
+
+
+def rows(plan):
+    return {r.request_id: len(r.token_ids) for r in plan.requests}
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 64])
+def test_prompts_are_computed_in_chunks_and_give_the_same_tokens(budget):
+    bench = Bench(max_batched_tokens=budget)
+    prompt = list(range(20))
+    request = bench.add("a", prompt, 6)
+    plan = bench.step()
+    assert rows(plan) == {"a": min(budget, 20)}
+    assert plan.requests[0].num_logits == (1 if budget >= 20 else 0)
+    bench.steps()
+    assert request.token_ids == expected_tokens(prompt, 6)
+    assert bench.kv.baseline()
+    assert bench.worker.max_rows <= budget
+
+
+def test_decodes_come_first_then_chunks_under_the_budget():
+    bench = Bench(max_batched_tokens=10)
+    bench.add("a", [1, 2, 3])
+    bench.step()
+    bench.add("b", list(range(30)))
+    bench.add("c", [4, 5])
+    plan = bench.step()
+    assert rows(plan) == {"a": 1, "b": 9}
+    assert [new.request_id for new in plan.added] == ["b"]
+    a = bench.scheduler.get("a")
+    a.draft = draft_for(a, 3)
+    plan = bench.step()
+    assert rows(plan) == {"a": 4, "b": 6}
+    assert [r.num_logits for r in plan.requests] == [4, 0]
+
+
+def test_every_running_request_gets_a_row_whatever_the_drafts():
+    bench = Bench(max_batched_tokens=8)
+    bench.add("a", [1, 2])
+    bench.add("b", [3, 4])
+    bench.step()
+    bench.add("long", list(range(20)))
+    bench.step()
+    for name in "ab":
+        request = bench.scheduler.get(name)
+        request.draft = draft_for(request, 5)
+    assert rows(bench.step()) == {"a": 6, "b": 1, "long": 1}
+
+
+def test_accepted_and_rejected_drafts():
+    bench = Bench()
+    request = bench.add("a", [1, 2, 3], 20)
+    bench.step()
+    start = request.num_tokens
+    request.draft = draft_for(request, 2, 2)
+    plan = bench.step()
+    assert plan.requests[0].start == start - 1
+    assert len(plan.requests[0].draft) == 4
+    assert request.num_tokens == start + 3
+    assert request.num_computed == start + 2
+    assert not request.draft
+    assert request.ready_to_draft
+    assert request.token_ids == expected_tokens([1, 2, 3], 4)
+
+
+def test_a_draft_waits_until_only_the_last_token_is_left():
+    bench = Bench(max_batched_tokens=4)
+    request = bench.add("a", list(range(12)))
+    bench.step()
+    request.draft = draft_for(request, 3)
+    assert rows(bench.step()) == {"a": 4}
+
+
+def test_trap_a18_a_draft_shrinks_to_what_is_left_of_the_answer_and_the_context():
+    bench = Bench(max_model_len=12)
+    request = bench.add("a", list(range(9)), 4)
+    bench.step()
+    request.draft = draft_for(request, 5)
+    plan = bench.plan()
+    assert len(plan.requests[0].draft) == 2, "position 12 is outside of the context"
+    bench.commit(plan, bench.worker.run(plan))
+    assert request.status is Status.FINISHED
+    assert request.token_ids == expected_tokens(list(range(9)), 4)
+
+
+def test_trap_a18_a_draft_shrinks_to_the_free_blocks():
+    bench = Bench(blocks=3, size=4)
+    request = bench.add("a", list(range(7)), 5)
+    other = bench.add("b", [1, 2], 2)
+    bench.step()
+    request.draft = draft_for(request, 3)
+    plan = bench.step()
+    assert rows(plan) == {"a": 1, "b": 1}
+    assert bench.scheduler.num_preemptions == 0
+    bench.steps()
+    assert request.token_ids == expected_tokens(list(range(7)), 5)
+    assert other.token_ids == expected_tokens([1, 2], 2)
+
+
+def test_nothing_is_drafted_past_max_tokens():
+    bench = Bench()
+    request = bench.add("a", [1, 2], 3)
+    bench.step()
+    request.draft = draft_for(request, 5)
+    plan = bench.step()
+    assert len(plan.requests[0].draft) == 1
+    assert request.status is Status.FINISHED
+
+
+def test_prefix_hits_are_counted_and_skipped():
+    bench = Bench()
+    prompt = list(range(10))
+    bench.add("a", prompt, 2)
+    bench.steps()
+    request = bench.add("b", [*prompt, 7], 2)
+    plan = bench.plan()
+    assert plan.requests[0].start == 8
+    assert request.num_cached == 8
+    bench.commit(plan, bench.worker.run(plan))
+    bench.steps()
+    assert request.token_ids == expected_tokens([*prompt, 7], 2)
+
+
+def test_trap_d15_a_namespace_sees_its_own_prefixes_only():
+    bench = Bench()
+    prompt = list(range(10))
+    bench.add("a", prompt, 1, namespace="one")
+    bench.steps()
+    other, same = bench.add("b", prompt, 1, namespace="two"), bench.add("c", prompt, 1, namespace="one")
+    bench.steps()
+    assert (other.num_cached, same.num_cached) == (0, 8)
+
+
+def test_trap_d11_text_of_a_rejected_draft_is_not_in_the_cache():
+    bench = Bench()
+    request = bench.add("a", [1, 2, 3], 4)
+    bench.step()
+    draft = draft_for(request, 1, 4)
+    request.draft = draft
+    text = [*request.token_ids, *draft.tokens]
+    bench.step()
+    bench.scheduler.finish("a")
+    probe = bench.add("b", [*text, 0, 0], 3)
+    bench.steps()
+    assert probe.num_cached == 4
+    assert probe.token_ids == expected_tokens([*text, 0, 0], 3)
+
+
+def test_trap_d12_the_same_request_cold_and_warm():
+    bench = Bench()
+    cold = bench.add("a", list(range(11)), 9)
+    bench.steps()
+    warm = bench.add("b", list(range(11)), 9)
+    bench.steps()
+    assert warm.num_cached == 8
+    assert warm.token_ids == cold.token_ids
+
+
+def test_trap_d1_a_request_that_never_fits_is_refused_with_the_numbers():
+    bench = Bench(blocks=4, size=4)
+    bench.add("fits", list(range(10)), 6)
+    with pytest.raises(CapacityError, match=r"10 tokens.*max_tokens 7 need 17.*has 16 \(4 blocks of 4\)") as caught:
+        bench.add("a", list(range(10)), 7)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(CapacityError) as caught:
+        bench.add("b", list(range(16)), 1)
+    assert caught.value.param == "prompt"
+    bench.add("c", list(range(15)), None)
+    with pytest.raises(CapacityError, match="1 generated token"):
+        bench.add("d", list(range(16)), None)
+    assert bench.scheduler.get("a") is None
+
+
+def test_a_full_queue_is_overloaded():
+    bench = Bench(max_waiting=2)
+    bench.add("a", [1])
+    bench.add("b", [1])
+    with pytest.raises(OverloadedError, match="2 requests wait already, the limit is 2"):
+        bench.add("c", [1])
+
+
+def test_wrong_requests_are_refused():
+    bench = Bench()
+    bench.add("a", [1])
+    with pytest.raises(ValueError, match="live already"):
+        bench.add("a", [1])
+    with pytest.raises(InvalidRequestError):
+        bench.add("b", [])
+    with pytest.raises(ValueError, match="preempted"):
+        bench.add("c", [1], status=Status.PREEMPTED)
+    with pytest.raises(ValueError, match="at least 1"):
+        SchedulerLimits(max_batched_tokens=0)
+
+
+def test_no_more_run_than_there_are_rows_and_places():
+    bench = Bench(max_batched_tokens=2, max_running=8)
+    for name in "abc":
+        bench.add(name, [1], 5)
+    for _ in range(3):
+        bench.step()
+    assert len(bench.scheduler.running) == 2
+    bench.steps()
+    bench = Bench(max_running=1)
+    for name in "ab":
+        bench.add(name, [1], 5)
+    bench.step()
+    assert [r.request_id for r in bench.scheduler.running] == ["a"]
+    assert [r.request_id for r in bench.scheduler.waiting] == ["b"]
+
+
+def test_priority_runs_first():
+    bench = Bench(max_running=1)
+    bench.add("a", [1], 2)
+    bench.add("low", [1], 1, priority=1)
+    bench.add("high", [1], 1, priority=-1)
+    bench.step()
+    assert [r.request_id for r in bench.scheduler.running] == []
+    bench.step()
+    assert [r.request_id for r in bench.scheduler.running] == ["a"]
+    bench.steps()
+
+
+def test_trap_d3_one_large_request_does_not_idle_the_pool_and_is_not_starved():
+    bench = Bench(blocks=8, size=4, skip_patience=4)
+    bench.add("holder", [1] * 12, 12)
+    bench.step()
+    large = bench.add("large", list(range(24)), 4)
+    for i in range(40):
+        bench.add(f"small{i}", [i, 1], 2)
+    passed = 0
+    while large.status is Status.WAITING:
+        ids = [new.request_id for new in bench.step().added]
+        passed += ids.index("large") if "large" in ids else len(ids)
+    assert passed == 4
+    bench.steps()
+    assert large.token_ids == expected_tokens(list(range(24)), 4)
+
+
+def test_trap_d2_stalled_steps_count_steps_without_a_plan_while_somebody_waits():
+    bench = Bench(blocks=4, size=4)
+    assert bench.plan() is None
+    assert bench.scheduler.stalled_steps == 0
+    compiling = bench.add("c", [1], 2, status=Status.COMPILING)
+    assert not bench.scheduler.has_work
+    assert bench.plan() is None
+    assert bench.scheduler.stalled_steps == 0, "a grammar is being compiled elsewhere"
+    seq = bench.kv.open([1], "")  # somebody else holds the whole pool
+    bench.kv.reserve(seq, 16)
+    compiling.move_to(Status.WAITING)
+    assert bench.plan() is None
+    assert bench.plan() is None
+    assert bench.scheduler.stalled_steps == 2
+    bench.kv.release(seq)
+    bench.steps()
+    assert bench.scheduler.stalled_steps == 2
+
+
+def test_a_request_without_max_tokens_that_fills_the_pool_is_reported():
+    bench = Bench(blocks=2, size=4)
+    request = bench.add("a", [1, 2, 3], None)
+    for _ in range(20):
+        if bench.step() is None:
+            break
+    assert bench.scheduler.exhausted == [request]
+    assert request.num_computed == 8
+    assert bench.scheduler.finish("a") is request
+    assert bench.kv.baseline()
+
+
+def test_two_requests_without_max_tokens_do_not_block_each_other_for_ever():
+    bench = Bench(blocks=2, size=4)
+    bench.add("a", [1, 2, 3], None)
+    bench.add("b", [4], None)
+    ended = []
+    for _ in range(60):
+        bench.step()
+        for request in bench.scheduler.exhausted:
+            ended.append(request.request_id)
+            assert (
+                request.token_ids
+                == expected_tokens([1, 2, 3] if request.request_id == "a" else [4], 10)[: request.num_tokens]
+            )
+            bench.scheduler.finish(request.request_id)
+    assert sorted(ended) == ["a", "b"]
+    assert bench.kv.baseline()
+
+
+def test_one_plan_at_a_time():
+    bench = Bench()
+    bench.add("a", [1])
+    plan = bench.plan()
+    with pytest.raises(RuntimeError, match="in flight"):
+        bench.scheduler.schedule()
+    result = bench.worker.run(plan)
+    bench.commit(plan, result)
+    with pytest.raises(ValueError, match="not the step in flight"):
+        bench.scheduler.commit(plan, result)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        SampledTokens("a", 0, (1, 2)),
+        SampledTokens("a", 0, (1,), 0, 1),
+    ],
+)
+def test_an_output_that_cannot_come_from_the_plan_changes_nothing(output):
+    bench = Bench()
+    request = bench.add("a", [1])
+    plan = bench.plan()
+    with pytest.raises(ValueError, match="sampled rows"):
+        bench.scheduler.commit(plan, StepResult(plan.step, (output,)))
+    assert request.num_tokens == 1
+    bench.commit(plan, bench.worker.run(plan))
+    bench.steps()
+
+
+def test_outputs_of_other_epochs_and_unknown_ids_are_dropped():
+    bench = Bench()
+    request = bench.add("a", [1])
+    plan = bench.plan()
+    outputs = (SampledTokens("a", 7, (1,)), SampledTokens("nobody", 0, (1,)))
+    assert bench.scheduler.commit(plan, StepResult(plan.step, outputs)) == []
+    bench.scheduler.check()
+    assert (request.num_tokens, request.num_computed) == (1, 0)
+
+
+def test_a_request_with_nothing_to_compute_is_a_fault_that_shows():
+    bench = Bench()
+    request = bench.add("a", [1, 2])
+    bench.step()
+    request.draft = draft_for(request, 1)
+    plan = bench.plan()
+    bench.scheduler.commit(plan, StepResult(plan.step, (SampledTokens("a", 0, request.draft.tokens, 1, 1),)))
+    assert request.num_computed == request.num_tokens
+    with pytest.raises(RuntimeError, match="should have been finished"):
+        bench.scheduler.schedule()
+
+
+def test_trap_a16_an_answer_cut_inside_a_draft_keeps_only_what_counts():
+    bench = Bench()
+    request = bench.add("a", [1, 2, 3], 8)
+    bench.step()
+    request.draft = draft_for(request, 6)
+    plan = bench.plan()
+    bench.worker.run(plan)
+    tokens = plan.requests[0].draft.tokens[:2]
+    bench.scheduler.commit(plan, StepResult(plan.step, (SampledTokens("a", 0, tokens, 6, 6),)))
+    assert request.num_computed == request.num_tokens == 6
+    bench.scheduler.finish("a")
+    assert bench.kv.target.num_published == 1
+    assert bench.kv.baseline()
