@@ -69,6 +69,8 @@ class Answer:
 def run(console: Console | None = None) -> int:
     """Start a server on a free port, stream, compare, stop it. Returns the exit status."""
     console = console or Console(highlight=False)
+    # Like Ctrl-C: the server is stopped on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     server, url = start_server(console)
     try:
         answers = asyncio.run(stream_all(url, console))
@@ -82,11 +84,15 @@ def start_server(console: Console) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "specserve.cli", "serve", "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    for line in server.stdout:
-        console.print(f"[dim]server: {line.rstrip()}[/dim]")
-        found = READY.search(line)
-        if found:
-            return server, found[1]
+    try:
+        for line in server.stdout:
+            console.print(f"[dim]server: {line.rstrip()}[/dim]", soft_wrap=True)
+            found = READY.search(line)
+            if found:
+                return server, found[1]
+    except KeyboardInterrupt:
+        stop_server(server)
+        raise
     raise SpecserveError(f"the server ended with status {server.wait()} before it was ready")
 
 

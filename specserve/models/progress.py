@@ -29,6 +29,10 @@ class ConsoleProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bars away; idempotent."""
         self._bars.stop()
 
     def __call__(self, done: int, total: int, what: str) -> None:
