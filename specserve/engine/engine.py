@@ -14,13 +14,9 @@ from specserve.core.errors import InvalidRequestError, SpecserveError
 from specserve.core.messages import (
     AbortCommand,
     Command,
-    DeltaEvent,
     EngineStats,
     Event,
-    FinishedEvent,
     GenerateCommand,
-    QueuedEvent,
-    StartedEvent,
 )
 from specserve.core.plan import StepPlan
 from specserve.core.protocols import Drafter, Executor
@@ -28,11 +24,12 @@ from specserve.core.request import Request, Status
 from specserve.engine.checks import EngineLimits, Vocabulary, check_params, check_prompt, end_ids, resolve_params
 from specserve.engine.compile import CompilePool, Compiler
 from specserve.engine.drafting import Controller, Drafting
-from specserve.engine.faults import failed_event, log_fault
-from specserve.engine.judge import Judge, Release
-from specserve.engine.live import LiveRequest, position_logprobs
+from specserve.engine.faults import log_fault
+from specserve.engine.judge import Judge
+from specserve.engine.live import LiveRequest
 from specserve.engine.masking import fill_masks
 from specserve.engine.metrics import Metrics
+from specserve.engine.registry import Registry
 from specserve.engine.settle import Settled, settle
 from specserve.kv.manager import KVManager
 from specserve.sched.scheduler import Scheduler
@@ -82,8 +79,7 @@ class Engine:
                 limit=limits.compile_limit,
                 timeout=limits.compile_timeout,
             )
-        self._live: dict[str, LiveRequest] = {}
-        self._events: list[Event] = []
+        self._live = Registry(self.metrics, vocabulary.token_bytes, limits.numerics, self._drop)
         self._arrivals = 0
         self._stalled_since: float | None = None
         self._closed = False
@@ -91,11 +87,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """A step has something to do or to wait for."""
-        return bool(self._events or self._live)
+        return bool(self._live.events or self._live)
 
     def pause(self) -> float | None:
         """Seconds that the loop may wait for commands before the next step; None for as long as it likes."""
-        if self._events or (self.scheduler.has_work and self._stalled_since is None):
+        if self._live.events or (self.scheduler.has_work and self._stalled_since is None):
             return 0.0
         if self.scheduler.has_work:
             return STALL_POLL
@@ -111,22 +107,20 @@ class Engine:
             try:
                 self._accept(command)
             except Exception as error:
-                self._refuse(command, error)
+                self._live.refuse(command, error)
 
     def step(self) -> list[Event]:
         """One step, if there is anything to do; all events since the last one."""
         self._admit_compiled()
         if self.scheduler.has_work:
             self._run()
-        events, self._events = self._events, []
-        return events
+        return self._live.fetch()
 
     def fail_all(self, error: BaseException) -> list[Event]:
         """End every live request with `error`: what the loop does with a fault that no request explains."""
         for live in list(self._live.values()):
-            self._fail(live, error)
-        events, self._events = self._events, []
-        return events
+            self._live.fail(live, error)
+        return self._live.fetch()
 
     def stats(self) -> EngineStats:
         usage = self.kv.usage()
@@ -152,7 +146,7 @@ class Engine:
         if self._compiling is not None:
             self._compiling.close()
         for live in list(self._live.values()):
-            self._drop(live)
+            self._live.remove(live)
         self._executor.close()
 
     # Requests in and out.
@@ -187,15 +181,9 @@ class Engine:
             except Exception:
                 self.scheduler.finish(request.request_id)
                 raise
-            self._queue_event(live)
+            self._live.queued(live)
         self._arrivals += 1
-        self._live[request.request_id] = live
-
-    def _refuse(self, command: GenerateCommand, error: Exception) -> None:
-        log_fault(logger, "a request was refused", error)
-        event = failed_event(command.request_id, error)
-        self.metrics.failed(event.code, event.usage)
-        self._events.append(event)
+        self._live.add(live)
 
     def _admit_compiled(self) -> None:
         if self._compiling is None:
@@ -208,31 +196,15 @@ class Engine:
                 live.judge.matcher = outcome
                 live.request.move_to(Status.WAITING)
             except Exception as error:
-                self._fail(live, error)
+                self._live.fail(live, error)
 
     def _abort(self, request_id: str) -> None:
         live = self._live.get(request_id)
         if live is not None:
-            self._emit(live, live.judge.flush())
-            self._finish(live, "cancelled")
-
-    def _finish(self, live: LiveRequest, reason: str) -> None:
-        self._drop(live)
-        usage = live.usage()
-        self.metrics.finished(reason, usage)
-        request = live.request
-        self._events.append(FinishedEvent(request.request_id, reason, usage, request.seed, self.limits.numerics))
-
-    def _fail(self, live: LiveRequest, error: BaseException) -> None:
-        self._drop(live)
-        log_fault(logger, "a request failed", error)
-        event = failed_event(live.request_id, error, live.usage())
-        self.metrics.failed(event.code, event.usage)
-        self._events.append(event)
+            self._live.end_early(live, "cancelled")
 
     def _drop(self, live: LiveRequest) -> None:
-        """Forget a request everywhere."""
-        self._live.pop(live.request_id, None)
+        """A request leaves: free what is kept of it."""
         if self._compiling is not None:
             self._compiling.cancel(live.request_id)
         self.scheduler.finish(live.request_id)
@@ -243,7 +215,7 @@ class Engine:
     def _run(self) -> None:
         began = time.perf_counter()
         for live, error in self._drafting.propose(list(self._live.values())):
-            self._fail(live, error)
+            self._live.fail(live, error)
         drafted = time.perf_counter()
         plan = self.scheduler.schedule()
         self._note_scheduled(plan)
@@ -271,12 +243,11 @@ class Engine:
         """Events of a step whose outputs are committed."""
         for draft, accepted in settled.drafts:
             self.metrics.draft(draft, accepted)
-        for event in settled.events:
-            self._events.append(event)
+        self._live.events.extend(settled.events)
         for live, reason in settled.finished:
-            self._finish(live, reason)
+            self._live.finish(live, reason)
         for live, error in settled.failed:
-            self._fail(live, error)
+            self._live.fail(live, error)
 
     def _fail_plan(self, plan: StepPlan, error: Exception) -> None:
         """The executor failed: every request of the plan ends; nothing of the step is committed."""
@@ -284,15 +255,14 @@ class Engine:
         for scheduled in plan.requests:
             live = self._live.get(scheduled.request_id)
             if live is not None:
-                self._fail(live, error)
+                self._live.fail(live, error)
         self.scheduler.abandon(plan)
 
     def _end_exhausted(self, request: Request) -> None:
         """A request fills the whole pool: what it has is its answer."""
         live = self._live.get(request.request_id)
         if live is not None:
-            self._emit(live, live.judge.flush())
-            self._finish(live, "length")
+            self._live.end_early(live, "length")
 
     def _note_scheduled(self, plan: StepPlan | None) -> None:
         """Started and queued events, preemptions, and the watchdog."""
@@ -305,14 +275,9 @@ class Engine:
             if live.started:
                 continue
             if request.request_id in planned:
-                live.started = True
-                self.metrics.add("prefix_cache_queries_total", request.num_prompt_tokens)
-                self.metrics.add("prefix_cache_hits_total", request.num_cached)
-                self._events.append(
-                    StartedEvent(request.request_id, request.seed, request.num_prompt_tokens, request.num_cached)
-                )
+                self._live.started(live)
             else:
-                self._queue_event(live)
+                self._live.queued(live)
         self._watch(plan)
 
     def _watch(self, plan: StepPlan | None) -> None:
@@ -325,13 +290,3 @@ class Engine:
         elif now - self._stalled_since > STALL_WARNING:
             logger.warning("%d requests wait and nothing runs", len(self._live))
             self._stalled_since = now
-
-    def _queue_event(self, live: LiveRequest) -> None:
-        if not live.queued:
-            live.queued = True
-            self._events.append(QueuedEvent(live.request_id))
-
-    def _emit(self, live: LiveRequest, release: Release) -> None:
-        if release.token_ids or release.text:
-            logprobs = position_logprobs(release, self.vocabulary.token_bytes)
-            self._events.append(DeltaEvent(live.request_id, release.token_ids, release.text, logprobs))
