@@ -29,6 +29,7 @@ from specserve.guided.expr import (
 
 MAX_NFA_STATES = 20_000
 MAX_STATES = 1_500
+MAX_MERGED = 256
 
 Edges = tuple[tuple[int, int, int], ...]
 
@@ -231,7 +232,12 @@ def trim(dfa: Dfa) -> Dfa:
 
 
 def _blocks(dfa: Dfa, alive: set[int]) -> dict[int, int]:
-    """Moore's partition refinement: states with the same future share a block."""
+    """Moore's partition refinement: states with the same future share a block.
+
+    Large automata are left as they are: chains need a round for each state, and size is all that is lost.
+    """
+    if len(alive) > MAX_MERGED:
+        return {s: s for s in alive}
     block = {s: int(dfa.accepting[s]) for s in alive}
     count = len(set(block.values()))
     while True:
@@ -309,7 +315,9 @@ def to_rules(dfa: Dfa, prefix: str, encode: Callable[[Ranges], Expr]) -> dict[st
         for low, high, target in edges:
             by_target.setdefault(target, []).append((low, high))
         branches: list[Expr] = [
-            seq(encode(tuple(pairs)), Ref(f"{prefix}_{target}")) for target, pairs in by_target.items() if target != state
+            seq(encode(tuple(pairs)), Ref(f"{prefix}_{target}"))
+            for target, pairs in by_target.items()
+            if target != state
         ]
         if dfa.accepting[state]:
             branches.append(EMPTY)

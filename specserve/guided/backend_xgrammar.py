@@ -9,6 +9,8 @@ import numpy as np
 from specserve.guided.masks import Mask, row_of
 from specserve.guided.vocabulary import Vocabulary
 
+MASK_CACHE_BYTES = 64 * 2**20
+
 
 class BackendError(ValueError):
     """The backend does not accept a grammar."""
@@ -32,8 +34,15 @@ class XGrammarBackend:
             stop_token_ids=list(vocabulary.eos_ids),
             add_prefix_space=False,
         )
-        # The project's own cache is bounded in bytes and knows failures; the backend's is not used.
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        # Masks are made when a state is first met: a compilation takes milliseconds instead of seconds, and most
+        # states of a schema are never met. Finished masks are shared between grammars in the backend's own cache.
+        self._compiler = xgrammar.GrammarCompiler(
+            info,
+            max_threads=1,
+            cache_enabled=True,
+            cache_limit_bytes=MASK_CACHE_BYTES,
+            enable_dynamic_compilation=True,
+        )
         self.end_row = row_of(vocabulary.eos_ids, vocabulary.vocab_size)
         words = [i for i, text in enumerate(vocabulary.token_bytes) if text]
         self.usable_row = row_of([*words, *vocabulary.eos_ids], vocabulary.vocab_size)
@@ -67,7 +76,12 @@ class XGrammarProgram:
     def __init__(self, backend: XGrammarBackend, compiled: Any, text_bytes: int) -> None:
         self._backend = backend
         self._compiled = compiled
-        self.memory_bytes = int(compiled.memory_size_bytes) + text_bytes + 4096
+        self._text_bytes = text_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what it holds now; it grows as masks are made."""
+        return int(self._compiled.memory_size_bytes) + self._text_bytes + 4096
 
     def matcher(self) -> XGrammarMatcher:
         return XGrammarMatcher(self._backend, self._backend.new_matcher(self._compiled))

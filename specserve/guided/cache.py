@@ -14,7 +14,9 @@ from specserve.core.errors import GrammarError
 class Sized(Protocol):
     """Anything that knows its size."""
 
-    memory_bytes: int
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held now; may grow."""
 
 
 T = TypeVar("T", bound=Sized)
@@ -34,6 +36,7 @@ class GrammarCache(Generic[T]):
         self.bytes = 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, T] = OrderedDict()
+        self._sizes: dict[str, int] = {}  # bytes of each program when it was last asked for
         self._failures: OrderedDict[str, GrammarError] = OrderedDict()
         self._pending: dict[str, Future[T]] = {}
 
@@ -53,8 +56,10 @@ class GrammarCache(Generic[T]):
         """
         with self._lock:
             if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+                program = self._kept.pop(key)
+                self.bytes -= self._sizes.pop(key)
+                self._keep(key, program)
+                return program
             if key in self._failures:
                 self._failures.move_to_end(key)
                 raise _copy(self._failures[key])
@@ -90,18 +95,22 @@ class GrammarCache(Generic[T]):
         return program
 
     def _keep(self, key: str, program: T) -> None:
-        if program.memory_bytes > self.max_bytes:
+        """Add as the most recently used, at its size of now."""
+        size = program.memory_bytes
+        if size > self.max_bytes:
             return
         self._kept[key] = program
-        self.bytes += program.memory_bytes
+        self._sizes[key] = size
+        self.bytes += size
         while self.bytes > self.max_bytes:
-            _, gone = self._kept.popitem(last=False)
-            self.bytes -= gone.memory_bytes
+            gone, _ = self._kept.popitem(last=False)
+            self.bytes -= self._sizes.pop(gone)
 
     def check(self) -> None:
         """Assert the invariants."""
         with self._lock:
-            assert self.bytes == sum(p.memory_bytes for p in self._kept.values()) <= self.max_bytes
+            assert self._kept.keys() == self._sizes.keys()
+            assert self.bytes == sum(self._sizes.values()) <= self.max_bytes
             assert len(self._failures) <= self.max_failures
 
 

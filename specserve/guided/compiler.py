@@ -12,22 +12,22 @@ import numpy as np
 
 from specserve.core.errors import GrammarError
 from specserve.core.protocols import Matcher
+from specserve.guided.backend_xgrammar import BackendError, XGrammarBackend, XGrammarProgram
 from specserve.guided.cache import GrammarCache
 from specserve.guided.request import GuidedLimits, grammar_text, key_of, kind_of
 from specserve.guided.vocabulary import Vocabulary
-from specserve.guided.backend_xgrammar import BackendError, XGrammarBackend, XGrammarProgram
 
 
 class CompiledGrammar:
-    """A grammar ready to match.
-
-    Attributes:
-        memory_bytes: about what it holds in memory.
-    """
+    """A grammar ready to match."""
 
     def __init__(self, program: XGrammarProgram) -> None:
         self._program = program
-        self.memory_bytes = program.memory_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what it holds in memory now."""
+        return self._program.memory_bytes
 
     def matcher(self) -> Matcher:
         """A fresh matcher at the start of the grammar."""

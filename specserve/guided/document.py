@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote, urldefrag, urljoin
 
 from jsonschema import Draft202012Validator
@@ -84,7 +84,7 @@ class Document:
             raise refuse("", "must be an object, true or false")
         kind = validator_for(self.root, default=Draft202012Validator)
         try:
-            kind.check_schema(self.root)
+            kind.check_schema(cast(Any, self.root))
         except SchemaError as error:
             where = child("", *error.absolute_path)
             raise refuse(where, "has a value that its JSON Schema draft does not allow") from None

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 
 from specserve.guided.expr import EMPTY, NEVER, Alt, Class, Expr, Lit, Ref, Repeat, Seq, alt, repeat, seq
 
+# How far choices inside a repeated item are multiplied out, and counted repeats inside it written out.
+MAX_BRANCHES = 32
+MAX_UNROLLED = 4
+
 
 def productive(rules: Mapping[str, Expr]) -> dict[str, Expr]:
     """The rules without branches that never end (no finite text matches them)."""
@@ -80,13 +84,47 @@ def _text(expr: Expr) -> str:
     if isinstance(expr, Alt):
         return " | ".join(_text(item) for item in expr.items)
     if isinstance(expr, Repeat):
-        return _grouped(expr.item) + _counts(expr.low, expr.high)
+        return _grouped(_flat(expr.item)) + _counts(expr.low, expr.high)
     raise TypeError(f"{type(expr).__name__} must be gone before a grammar is written")
+
+
+def _flat(expr: Expr) -> Expr:
+    """A repeated item as one choice of plain sequences where that stays small.
+
+    The backend keeps such a loop inside one automaton and knows its mask beforehand; a choice nested deeper becomes a
+    rule of its own, and every token then has to be tried (a thousand times slower).
+    """
+    branches = _branches(expr)
+    return expr if branches is None else alt(branches)
+
+
+def _branches(expr: Expr) -> list[Expr] | None:
+    """The flat branches of `expr`, None if there are rules inside or too many branches."""
+    if isinstance(expr, (Lit, Class)):
+        return [expr]
+    if isinstance(expr, Alt):
+        parts = [_branches(item) for item in expr.items]
+        found = [branch for part in parts if part is not None for branch in part]
+        return found if None not in parts and len(found) <= MAX_BRANCHES else None
+    if isinstance(expr, Repeat):
+        if expr.high is None or expr.high > MAX_UNROLLED:
+            return None
+        counts = range(expr.low, expr.high + 1)
+        return _branches(alt([seq(*[expr.item] * count) for count in counts]))
+    if not isinstance(expr, Seq):
+        return None
+    out: list[Expr] = [EMPTY]
+    for item in expr.items:
+        branches = _branches(item)
+        if branches is None or len(out) * len(branches) > MAX_BRANCHES:
+            return None
+        out = [seq(left, right) for left in out for right in branches]
+    return out
 
 
 def _grouped(expr: Expr) -> str:
     text = _text(expr)
-    return text if isinstance(expr, (Class, Ref)) or (isinstance(expr, Lit)) else f"({text})"
+    return text if isinstance(expr, (Class, Ref, Lit)) else f"({text})"
 
 
 def _counts(low: int, high: int | None) -> str:

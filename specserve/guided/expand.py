@@ -1,4 +1,4 @@
-"""From subschemas to alternatives of flat constraints: conjunctions are merged, choices multiplied out, `not` pushed in.
+"""From subschemas to alternatives of flat constraints: `allOf` merged, choices multiplied out, `not` pushed in.
 
 Only what applies to the same value is expanded; properties and items stay goals (sets of subschemas that all hold),
 so that recursive schemas end.
@@ -261,8 +261,10 @@ class Expander:
         rest = self._rest(pointer, schema, follow, "unevaluatedItems")
         if positive:
             return [about(Flat("array", items=(Items(first, rest),)))]
-        if rest is not None:
+        if rest is not None and first:
             raise refuse(child(pointer, follow), "cannot be negated")
+        if rest is not None:  # some item breaks it
+            return [of_kind(Flat("array", contains=(Contains((rest[0], False), 1, rest[0]),)))]
         return [
             of_kind(Flat("array", min_items=i + 1, items=(Items((*[ANY_LITERAL] * i, (at, False)), None),)))
             for i, (at, _) in enumerate(first)

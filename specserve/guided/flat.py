@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from specserve.guided.intervals import Bounds
+from specserve.guided.intervals import UNBOUNDED, Bounds
 
 KINDS = ("null", "boolean", "number", "string", "array", "object")
 
@@ -68,7 +68,7 @@ class Flat:
     kind: str
     values: tuple[Any, ...] | None = None
     excluded: tuple[tuple[Any, str], ...] = ()
-    bounds: Bounds = Bounds()
+    bounds: Bounds = UNBOUNDED
     whole: bool = False
     multiples: tuple[tuple[int, str], ...] = ()
     patterns: tuple[Pattern, ...] = ()
@@ -102,14 +102,22 @@ def _values(a: tuple[Any, ...] | None, b: tuple[Any, ...] | None) -> tuple[Any, 
     return tuple(x for x in a if canonical(x) in keys)
 
 
+def _first(a: Any, b: Any) -> Any:
+    return a
+
+
+def _any(a: Any, b: Any) -> Any:
+    return a or b
+
+
 _MEET: dict[str, Callable[[Any, Any], Any]] = {
-    "kind": lambda a, b: a,
+    "kind": _first,
     "values": _values,
     "bounds": Bounds.meet,
-    "whole": lambda a, b: a or b,
-    "unique": lambda a, b: a or b,
-    **{name: max for name in ("min_length", "min_items", "min_members")},
-    **{name: _least for name in ("max_length", "max_items", "max_members")},
+    "whole": _any,
+    "unique": _any,
+    **dict.fromkeys(("min_length", "min_items", "min_members"), max),
+    **dict.fromkeys(("max_length", "max_items", "max_members"), _least),
 }
 _FIELDS = tuple(f.name for f in fields(Flat))
 _DEFAULTS = Flat("null")

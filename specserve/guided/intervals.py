@@ -42,6 +42,9 @@ class Bounds:
         return over and (self.high is None or x < self.high or (x == self.high and not self.high_open))
 
 
+UNBOUNDED = Bounds()
+
+
 def _tighter(
     a: Fraction | None, a_open: bool, b: Fraction | None, b_open: bool, *, above: bool
 ) -> tuple[Fraction | None, bool]:
@@ -218,15 +221,15 @@ def decimals(bounds: Bounds) -> Expr:
 
 
 def _magnitudes(low: Fraction, low_open: bool, high: Fraction | None, high_open: bool) -> Expr:
+    # A double tells 15 digits apart: fewer digits keep x < bound true after the text was read as a double.
+    tightest = len(str(int(low if high is None else high)))
     if high is None:
         high, high_open = Fraction(10**INTEGER_DIGITS), True
     if low > high or (low == high and (low_open or high_open)):
         return NEVER
     a, fa = _split(low)
     b, fb = _split(high)
-    # A double tells 15 digits apart: fewer digits keep x < bound true after the text was read as a double.
-    size = max(1, 15 - len(str(b))) if b < 10**15 else 1
-    size = min(FRACTION_DIGITS, max(size, len(fa) + 1, len(fb) + 1))
+    size = min(FRACTION_DIGITS, max(1, 15 - tightest, len(fa) + 1, len(fb) + 1))
 
     def number(whole: Expr, tail: _Tail) -> Expr:
         dotted = seq(Lit("."), tail.some)

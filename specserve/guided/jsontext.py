@@ -157,15 +157,18 @@ def bracketed(start: str, items: list[Expr], end: str, style: Style) -> Expr:
     return seq(Lit(start), style.pad, *joined, *((style.pad,) if items else ()), Lit(end))
 
 
+def _list_of(item: Expr, style: Style) -> Expr:
+    return opt(seq(item, repeat(seq(style.comma, item), 0, None), style.pad))
+
+
 def any_value_rules(style: Style) -> dict[str, Expr]:
     """Rules "any", "any_object", "any_array", "any_string" for unconstrained JSON."""
     member = seq(Ref("any_string"), style.colon, Ref("any"))
-    many = lambda item: opt(seq(item, repeat(seq(style.comma, item), 0, None), style.pad))  # noqa: E731
     return {
         "any": alt(
             [Ref("any_object"), Ref("any_array"), Ref("any_string"), number(), Lit("true"), Lit("false"), Lit("null")]
         ),
-        "any_object": seq(Lit("{"), style.pad, many(member), Lit("}")),
-        "any_array": seq(Lit("["), style.pad, many(Ref("any")), Lit("]")),
+        "any_object": seq(Lit("{"), style.pad, _list_of(member, style), Lit("}")),
+        "any_array": seq(Lit("["), style.pad, _list_of(Ref("any"), style), Lit("]")),
         "any_string": quoted(repeat(free_char(), 0, None)),
     }

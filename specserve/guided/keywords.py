@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specserve.guided.document import child, refuse
-from specserve.guided.flat import KINDS, NOTHING, Bounds, Flat, Members, Pattern, canonical, kind_of, meet
+from specserve.guided.document import refuse
+from specserve.guided.flat import KINDS, NOTHING, Flat, Members, Pattern, canonical, kind_of, meet
 from specserve.guided.formats import REFUSED, expression
-from specserve.guided.intervals import exact
+from specserve.guided.intervals import Bounds, exact
 
 Dnf = dict[str, list[Flat]]
 MAX_ALTERNATIVES = 256
@@ -107,12 +107,6 @@ def enum(values: list[Any], positive: bool, pointer: str) -> Dnf:
         else:
             out[kind] = [Flat(kind, excluded=tuple((v, pointer) for v in gone))]
     return {kind: flats for kind, flats in out.items() if flats}
-
-
-def _bound(keyword: str, value: Any) -> Bounds:
-    x = exact(value)
-    is_open = keyword.startswith("exclusive")
-    return Bounds(low=x, low_open=is_open) if keyword.endswith("inimum") else Bounds(high=x, high_open=is_open)
 
 
 def bound(keyword: str, schema: Mapping[str, Any], positive: bool, pointer: str) -> Dnf:
@@ -216,8 +210,3 @@ ASSERTIONS: dict[str, Handler] = {
     "required": lambda s, p, at: required(s["required"], p),
     "uniqueItems": lambda s, p, at: unique_items(s["uniqueItems"], p, at),
 }
-
-
-def keyword_pointer(pointer: str, keyword: str) -> str:
-    """Pointer of a keyword of the schema at `pointer`."""
-    return child(pointer, keyword)

@@ -10,7 +10,7 @@ from specserve.guided.automaton import Dfa, TooComplexError
 from specserve.guided.document import Document, refuse
 from specserve.guided.ebnf import write
 from specserve.guided.expand import Expander
-from specserve.guided.expr import NEVER, Class, Expr, Lit, Ranges, Ref, alt, chars, ranges_of
+from specserve.guided.expr import NEVER, Class, Expr, Lit, Ranges, Ref, alt
 from specserve.guided.flat import ANYTHING, Flat, Goal
 from specserve.guided.intervals import decimals, integers, whole_range
 from specserve.guided.jsontext import Style, any_value_rules, encode_class, integer, number, quoted, value
@@ -108,7 +108,7 @@ class Lowering:
             except ValueError as error:
                 raise refuse("", str(error)) from None
         plain = integer() if flat.bounds.free else integers(*whole_range(flat.bounds))
-        if not flat.excluded and not flat.multiples or plain == NEVER:
+        if (not flat.excluded and not flat.multiples) or plain == NEVER:
             return plain
         parts = [automaton.build(plain)]
         if flat.excluded:
@@ -157,6 +157,3 @@ def lower_schema(schema: Any, style: Style, *, max_depth: int, deadline: float |
     """
     document = Document(schema, max_depth=max_depth)
     return Lowering(document, style, time.monotonic() + 60 if deadline is None else deadline).run()
-
-
-__all__ = ["Lowering", "chars", "lower_schema", "ranges_of"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from specserve.guided.document import refuse
 from specserve.guided.expand import item_goal
-from specserve.guided.expr import EMPTY, NEVER, Expr, Lit, Ref, alt, opt, repeat, seq
+from specserve.guided.expr import EMPTY, NEVER, Expr, Lit, alt, repeat, seq
 from specserve.guided.flat import Flat, Goal
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def _counted(lowering: Lowering, flat: Flat) -> Expr:
     else:
         low, top = max(0, flat.min_items - fixed), high - fixed
         more = _chain(lowering, seq(style.comma, last), low, top, end)
-        first_more = seq(last, _chain(lowering, seq(style.comma, last), max(0, low - 1), top - 1, end)) if top else NEVER
+        first_more = (
+            seq(last, _chain(lowering, seq(style.comma, last), max(0, low - 1), top - 1, end)) if top else NEVER
+        )
     if not fixed:
         return alt([first_more, EMPTY]) if flat.min_items == 0 else first_more
     for i in range(fixed - 1, -1, -1):
@@ -86,6 +88,3 @@ def _with_contains(lowering: Lowering, flat: Flat) -> Expr:
     first = seq(repeat(seq(item, style.comma), 0, None), match)
     rest = seq(*[seq(more, style.comma, match)] * (found.low - 1))
     return seq(first, rest, more, style.pad)
-
-
-__all__ = ["Ref", "array", "opt"]

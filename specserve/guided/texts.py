@@ -8,7 +8,7 @@ from functools import lru_cache
 from specserve.guided import automaton
 from specserve.guided.automaton import Dfa, TooComplexError
 from specserve.guided.document import refuse
-from specserve.guided.expr import ANY, EMPTY, Alt, Class, Expr, Lit, Repeat, Seq, common, repeat, seq
+from specserve.guided.expr import ANY, Alt, Class, Expr, Lit, Repeat, Seq, common, repeat, seq
 from specserve.guided.flat import Flat, Pattern
 from specserve.guided.formats import expression
 from specserve.guided.jsontext import RAW, encode, free_char
@@ -16,6 +16,8 @@ from specserve.guided.regex import RegexError, parse, search
 
 # Below this many characters a lower bound is written out, so that escapes stay possible.
 SHORT = 16
+# From this maxLength on, a pattern's loops may share the characters out instead of counting them exactly.
+LONG = 64
 
 
 @lru_cache(maxsize=512)
@@ -97,8 +99,33 @@ def direct(flat: Flat) -> Expr | None:
     least, most = sizes(found)
     if isinstance(found, Repeat) and isinstance(found.item, Class) and common(found.item.ranges, RAW):
         return encode(_tightened(found, low, high))
-    fits = least >= low and (high is None or (most is not None and most <= high))
-    return encode(found) if fits else None
+    if high is not None and (most is None or most > high) and high >= LONG:
+        found = _shared_out(found, least, high)
+        most = None if found is None else sizes(found)[1]
+    fits = found is not None and least >= low and (high is None or (most is not None and most <= high))
+    return encode(found) if fits and found is not None else None
+
+
+def _shared_out(expr: Expr, least: int, high: int) -> Expr | None:
+    """A sequence whose unlimited loops share the characters that a generous maxLength leaves, in equal parts.
+
+    It allows fewer texts than the standard does, never more; the exact automaton would have a state for each length.
+    """
+    if not isinstance(expr, Seq):
+        return None
+    loops = [i for i, item in enumerate(expr.items) if isinstance(item, Repeat) and item.high is None]
+    if not loops or any(sizes(item)[1] is None for i, item in enumerate(expr.items) if i not in loops):
+        return None
+    slack = sum((sizes(item)[1] or 0) - sizes(item)[0] for i, item in enumerate(expr.items) if i not in loops)
+    share = (high - least - slack) // len(loops)
+    items = list(expr.items)
+    for i in loops:
+        item = items[i]
+        assert isinstance(item, Repeat)
+        if not isinstance(item.item, Class) or share < 1:
+            return None
+        items[i] = repeat(item.item, item.low, item.low + share)
+    return seq(*items)
 
 
 def _tightened(expr: Repeat, low: int, high: int | None) -> Expr:
@@ -123,16 +150,12 @@ def string_dfa(flat: Flat, extra: Iterable[Dfa] = ()) -> Dfa:
         parts.append(automaton.complement(automaton.literals(v for v, _ in flat.excluded)))
     where = flat.patterns[0].pointer if flat.patterns else flat.formats[0][1] if flat.formats else ""
     try:
-        if flat.min_length or flat.max_length is not None:
-            parts.append(automaton.of_length(flat.min_length, flat.max_length))
-        return automaton.intersect_all(parts) if parts else automaton.build(repeat(ANY, 0, None))
+        whole = automaton.intersect_all(parts) if parts else automaton.build(repeat(ANY, 0, None))
+        longest = max(flat.min_length, flat.max_length or 0)
+        if not longest and flat.max_length is None:
+            return whole
+        if longest * len(whole.edges) > automaton.MAX_STATES * 2:
+            raise TooComplexError(f"needs more than {automaton.MAX_STATES} states")
+        return automaton.intersect(whole, automaton.of_length(flat.min_length, flat.max_length))
     except TooComplexError as error:
         raise refuse(where, f"together with the other constraints on this text it {error}") from None
-
-
-def empty_text(flat: Flat) -> bool:
-    """Whether no text at all satisfies the flat."""
-    return string_dfa(flat).empty
-
-
-__all__ = ["EMPTY", "direct", "pattern_dfa", "plain", "sizes", "string_dfa"]

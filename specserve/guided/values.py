@@ -47,9 +47,7 @@ def _array(expander: Expander, flat: Flat, value: list[Any]) -> bool:
         return False
     if not all(satisfies(expander, item_goal(flat, i), item) for i, item in enumerate(value)):
         return False
-    return all(
-        sum(satisfies(expander, frozenset([c.literal]), item) for item in value) >= c.low for c in flat.contains
-    )
+    return all(sum(satisfies(expander, frozenset([c.literal]), item) for item in value) >= c.low for c in flat.contains)
 
 
 def matched_patterns(flat: Flat, name: str) -> frozenset[str]:
