@@ -1,4 +1,4 @@
-// y = x W^T + b for weights packed once at load. Each output is one sum over k in ascending order, whatever the number of
+// y = x W^T + b for weights packed once at load. The order of each output's sum over k is fixed, whatever the number of
 // rows, their place or the threads: the independence of the batch holds by construction.
 //
 // bfloat16 runs on AMX tiles where the compiler has them (16 x 16 outputs, 32 of k at a time, float32 sums), everything
@@ -52,18 +52,24 @@ inline float scalar(const bf16* x) {
     return value;
 }
 
+// Sums of R rows. In pieces of 64 of k, as the error of one long chain of float32 additions shows in the logits.
 template <typename T, int R>
 inline void vector_rows(const T* x, const T* packed, float* sums, int64_t k) {
-    vfloat acc[R][2] = {};
-    for (int64_t i = 0; i < k; i++) {
-        vfloat b0 = load(packed + i * COLUMNS), b1 = load(packed + i * COLUMNS + W);
-        for (int r = 0; r < R; r++) {
-            vfloat value = splat(scalar(x + r * k + i));
-            acc[r][0] += value * b0;
-            acc[r][1] += value * b1;
+    vfloat total[R][2] = {};
+    for (int64_t piece = 0; piece < k; piece += 64) {
+        int64_t end = piece + 64 < k ? piece + 64 : k;
+        vfloat acc[R][2] = {};
+        for (int64_t i = piece; i < end; i++) {
+            vfloat b0 = load(packed + i * COLUMNS), b1 = load(packed + i * COLUMNS + W);
+            for (int r = 0; r < R; r++) {
+                vfloat value = splat(scalar(x + r * k + i));
+                acc[r][0] += value * b0;
+                acc[r][1] += value * b1;
+            }
         }
+        for (int r = 0; r < R; r++) total[r][0] += acc[r][0], total[r][1] += acc[r][1];
     }
-    for (int r = 0; r < R; r++) store(sums + r * COLUMNS, acc[r][0]), store(sums + r * COLUMNS + W, acc[r][1]);
+    for (int r = 0; r < R; r++) store(sums + r * COLUMNS, total[r][0]), store(sums + r * COLUMNS + W, total[r][1]);
 }
 
 template <typename T, typename O>
