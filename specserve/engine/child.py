@@ -33,6 +33,7 @@ from specserve.engine.thread import engine_info
 logger = logging.getLogger(__name__)
 STATS_SECONDS = 0.5
 GRACE_SECONDS = 5.0  # for a step that runs when the parent goes away
+HEARD_SECONDS = 10.0
 LINE_LIMIT = 2**20
 
 
@@ -152,9 +153,12 @@ def run(lifeline: int) -> int:
         config = EngineConfig.from_dict(hello["config"])
         engine = load_builder(hello["builder"])(config, progress)
     except Exception as error:
+        serving.set()
         if not isinstance(error, SpecserveError):
             logger.error("start-up failed: %s", describe(error))
         channel.send(codec.pack(codec.FAILED, failure(error)))
+        # Until the parent has read it: what a dead process said last may be lost.
+        channel.receive(HEARD_SECONDS)
         channel.close()
         return 1
     serving.set()

@@ -29,6 +29,7 @@ from specserve.engine.child_process import ChildProcess
 from specserve.engine.ledger import Ledger
 
 logger = logging.getLogger(__name__)
+LAST_WORDS_MS = 20
 CLOSED = "the engine was closed"
 BUILDER = "specserve.cluster.build:build_engine"
 
@@ -188,12 +189,14 @@ class EngineProcess:
             poller = zmq.Poller()
             poller.register(child.socket, zmq.POLLIN)
             poller.register(self._wake_read, zmq.POLLIN)
-            while not self._closing and not child.dead:
+            while not self._closing and not child.dead and failure is None:
                 poller.poll()
                 self._drain_wakes()
-                failure = self._receive(child) or failure
+                failure = self._receive(child)
                 self._flush(child)
-            failure = self._receive(child) or failure
+            # What it said last may still be on its way.
+            while not self._closing and failure is None and child.socket.poll(LAST_WORDS_MS):
+                failure = self._receive(child)
         finally:
             self._ready = False
             child.close(self._policy.grace)

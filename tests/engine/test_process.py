@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -237,14 +239,21 @@ except KeyboardInterrupt:
 """
 
 
-def parent(then: str, folder: Path) -> subprocess.Popen:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def parent(then: str, folder: Path) -> Iterator[subprocess.Popen]:
+    """A process that owns an engine process; gone at the end, whatever the test found."""
+    owner = subprocess.Popen(
         [sys.executable, "-c", PARENT.format(then=then)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )
+    with owner:
+        try:
+            yield owner
+        finally:
+            owner.kill()
 
 
 def wait_gone(pid: int) -> None:
