@@ -84,7 +84,7 @@ class Document:
             raise refuse("", "must be an object, true or false")
         kind = validator_for(self.root, default=Draft202012Validator)
         try:
-            kind.check_schema(cast(Any, self.root))
+            kind.check_schema(cast("Any", self.root))
         except SchemaError as error:
             where = child("", *error.absolute_path)
             raise refuse(where, "has a value that its JSON Schema draft does not allow") from None

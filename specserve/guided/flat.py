@@ -95,6 +95,10 @@ def _least(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
+def _most(a: int, b: int) -> int:
+    return max(a, b)
+
+
 def _values(a: tuple[Any, ...] | None, b: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
     if a is None or b is None:
         return b if a is None else a
@@ -116,7 +120,7 @@ _MEET: dict[str, Callable[[Any, Any], Any]] = {
     "bounds": Bounds.meet,
     "whole": _any,
     "unique": _any,
-    **dict.fromkeys(("min_length", "min_items", "min_members"), max),
+    **dict.fromkeys(("min_length", "min_items", "min_members"), _most),
     **dict.fromkeys(("max_length", "max_items", "max_members"), _least),
 }
 _FIELDS = tuple(f.name for f in fields(Flat))
@@ -129,7 +133,8 @@ def meet(a: Flat, b: Flat) -> Flat:
     for name in _FIELDS[1:]:
         x, y = getattr(a, name), getattr(b, name)
         if y != getattr(_DEFAULTS, name) and x != y:
-            changes[name] = _MEET.get(name, _union)(x, y)
+            rule: Callable[[Any, Any], Any] = _MEET.get(name, _union)
+            changes[name] = rule(x, y)
     return replace(a, **changes) if changes else a
 
 

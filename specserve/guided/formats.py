@@ -37,7 +37,7 @@ _SEGMENT = rf"{_PCHAR}*"
 _TAIL = rf"(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?"
 _AUTHORITY = rf"(?:(?:[A-Za-z0-9\-._~!$&'()*+,;=:]|{_PCT})*@)?(?:{_HOST}|{_IPV4}|\[(?:{_IPV6})\])(?::[0-9]{{1,5}})?"
 _SCHEME = r"[A-Za-z][A-Za-z0-9+\-.]*"
-_URI = rf"{_SCHEME}:(?://{_AUTHORITY}(?:/{_SEGMENT})*|///?{_PCHAR}+(?:/{_SEGMENT})*|/?{_PCHAR}+(?:/{_SEGMENT})*){_TAIL}"
+_URI = rf"{_SCHEME}:(?://{_AUTHORITY}(?:/{_SEGMENT})*|///{_PCHAR}+(?:/{_SEGMENT})*|/?{_PCHAR}+(?:/{_SEGMENT})*){_TAIL}"
 _RELATIVE = (
     rf"(?:(?:/(?:{_PCHAR}+(?:/{_SEGMENT})*)?)|//{_AUTHORITY}(?:/{_SEGMENT})*"
     rf"|(?:[A-Za-z0-9\-._~!$&'()*+,;=@]|{_PCT})+(?:/{_SEGMENT})*)?{_TAIL}"
