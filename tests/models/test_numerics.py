@@ -42,6 +42,15 @@ def test_fast_computes_the_same_product(native, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out", "width"), [(960, 576), (77, 130), (3072, 64), (1, 8)])
+def test_native_passes_the_check(dtype, out, width):
+    """Else the library's GEMM would quietly take its place."""
+    if not native_linear.available(dtype):
+        pytest.skip("no C++ compiler on this machine")
+    assert is_invariant(native_linear.PackedLinear(torch.randn(out, width).to(dtype)), width, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_native_output_in_float32(dtype):
     if not native_linear.available(dtype):
         pytest.skip("no C++ compiler on this machine")
