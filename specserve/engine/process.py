@@ -7,6 +7,7 @@ start, everything that waits fails and so does every later command.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -84,6 +85,7 @@ class EngineProcess:
 
     def start(self, deliver: Deliver) -> None:
         self._deliver = deliver
+        atexit.register(self.close)  # for an owner that forgets: no daemon thread runs into the interpreter's end
         self._thread.start()
         try:
             self._started.wait()
@@ -127,6 +129,7 @@ class EngineProcess:
         return self._stats
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._closing = True
         self._wake()
         if self._thread.ident is not None:
