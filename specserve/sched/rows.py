@@ -42,14 +42,11 @@ class Rows:
 
 
 def draft_limit(request: Request, max_model_len: int | None) -> int:
-    """Most nodes of the pending draft that can be of use now.
+    """Most nodes of the pending draft that can be of use, for a request with one known token left to compute.
 
-    None while known tokens are left to compute; no more than the answer may still have beside the target's own next
-    token; none at a position outside the model's context.
+    No more than the answer may still have beside the target's own next token; none outside of the model's context.
     """
     limit = len(request.draft)
-    if limit == 0 or request.num_tokens - request.num_computed != 1:
-        return 0
     max_tokens = request.params.max_tokens
     if max_tokens is not None:
         limit = min(limit, max_tokens - request.num_output_tokens - 1)

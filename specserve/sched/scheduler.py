@@ -158,8 +158,8 @@ class Scheduler:
             _check_output(entry, outputs.get(entry.request_id))
         advanced = []
         for entry, request in zip(plan.requests, self._planned, strict=True):
-            if request.kv is None or request.epoch != entry.epoch:
-                continue
+            if request.epoch != entry.epoch:
+                continue  # it ended since
             output = outputs.get(entry.request_id)
             if output is not None and output.epoch == entry.epoch:
                 self._advance(request, entry, output)

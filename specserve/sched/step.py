@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from specserve.core.request import Request, Status
 from specserve.core.tree import EMPTY_TREE
-from specserve.kv.manager import SequenceKV
 from specserve.sched import preempt
 from specserve.sched.limits import SchedulerLimits
 from specserve.sched.policy import Verdict
@@ -16,7 +15,8 @@ class Step:
     """One step in the making. Reserves KV as it decides.
 
     First every running request gets one row, the earliest ones at the cost of the latest. What is left of rows and
-    free blocks goes to drafts, then to chunks of known tokens, then to new requests: none of these preempts anybody.
+    free blocks goes to drafts (half of it while others need rows too), then to chunks of known tokens, then to new
+    requests: none of these preempts anybody.
 
     Attributes:
         rows: what is computed, in order.
@@ -78,13 +78,26 @@ class Step:
             self.exhausted.append(request)
 
     def _extend_drafts(self) -> None:
-        """Drafts as far as spare rows and free blocks go; sorts out the requests that have more known tokens left."""
+        """Drafts as far as spare rows and free blocks go.
+
+        Where others have known tokens left to compute, running or waiting, drafts leave them half of the spare rows:
+        otherwise many drafts would keep new requests out for as long as the running ones last.
+        """
+        drafting: list[Rows] = []
         for row in self.rows:
             request = row.request
             if len(request.token_ids) - request.num_computed > 1:
                 self._prefills.append(row)
             elif request.draft:
-                row.drafted = self._grow(row, draft_limit(request, self._limits.max_model_len))
+                drafting.append(row)
+        if not drafting:
+            return
+        admitting = not self._preempted and self._roster.waiting.has_ready
+        kept = (self._spare + 1) // 2 if self._prefills or admitting else 0
+        self._spare -= kept
+        for row in drafting:
+            row.drafted = self._grow(row, draft_limit(row.request, self._limits.max_model_len))
+        self._spare += kept
 
     def _extend_chunks(self, prefills: list[Rows]) -> None:
         for row in prefills:
@@ -108,19 +121,14 @@ class Step:
     def _admit(self) -> None:
         """Admit in policy order while a place, a row and blocks for all known tokens and one more are left.
 
-        Blocks are promised, not taken: those that running prefills still need count as gone, and one for each running
-        request's growth, so that what is admitted is not preempted at once.
+        Blocks are promised, not taken: what those admitted before still need counts as gone, and one for each running
+        request's growth as far as the pool is not tiny, so that what is admitted is not preempted at once. (A running
+        request with known tokens left has all spare rows, so nothing is admitted beside it.)
         """
         roster = self._roster
         pool = roster.kv.target
         self._promised = min(len(roster.running), pool.num_blocks // 16)
-        self._promised += sum(self._unmet(row.request) for row in self._prefills)
         roster.waiting.admit(self._attempt)
-
-    def _unmet(self, request: Request) -> int:
-        """Blocks that the request's known tokens need beyond those it has."""
-        seq: SequenceKV = request.kv
-        return self._roster.kv.target.blocks_for(request.num_tokens) - len(seq.target.block_ids)
 
     def _attempt(self, request: Request) -> Verdict:
         roster = self._roster
@@ -141,7 +149,7 @@ class Step:
         self._spare -= 1
         row = Rows(request, copies)
         self._extend_chunks([row])
-        self._promised += self._unmet(request)
+        self._promised += kv.target.blocks_for(request.num_tokens + 1) - len(seq.target.block_ids)
         self.rows.append(row)
         self.started.append(request)
         return Verdict.ADMITTED

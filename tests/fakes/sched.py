@@ -17,8 +17,11 @@ from tests.fakes.worker import FakeWorker, next_token
 class Bench:
     """One pool, one scheduler, one worker. `namespaces` maps a request id to its prefix-cache namespace."""
 
-    def __init__(self, blocks: int = 32, size: int = 4, prefix_cache: bool = True, **limits: object) -> None:
-        self.kv = KVManager(BlockPool(blocks, size), prefix_cache=prefix_cache)
+    def __init__(
+        self, blocks: int = 32, size: int = 4, prefix_cache: bool = True, draft: int = 0, **limits: object
+    ) -> None:
+        draft_pool = BlockPool(draft, size) if draft else None
+        self.kv = KVManager(BlockPool(blocks, size), draft_pool, prefix_cache=prefix_cache)
         self.scheduler = Scheduler(SchedulerLimits(**limits), self.kv)  # type: ignore[arg-type]
         self.namespaces: dict[str, str] = {}
         self.worker = FakeWorker(blocks, size, lambda i: self.namespaces.get(i, ""))

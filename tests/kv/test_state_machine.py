@@ -152,7 +152,7 @@ class KVMachine(RuleBasedStateMachine):
         drafts=st.lists(st.lists(TOKEN, max_size=4), max_size=6),
         accepted=SMALL,
         flip=TOKEN,
-        between=st.sampled_from(["", "fork", "rollback", "release"]),
+        between=st.sampled_from(["", "fork", "fork and rollback", "rollback", "release"]),
         which=WHICH,
     )
     def whole_step(self, known, drafts, accepted, flip, between, which):
@@ -164,8 +164,13 @@ class KVMachine(RuleBasedStateMachine):
             if seq.step is None and seq.committed < len(seq.tokens):
                 self.reserve_rows(seq, known, drafts[i] if i < len(drafts) else [], bool(flip))
         seq = self.pick(which, lambda s: s.copies) or self.pick(which)
-        if seq is not None and between:
-            {"fork": self.fork_one, "rollback": self.rollback_one, "release": self.release_one}[between](seq)
+        if seq is not None:
+            if "fork" in between:
+                self.fork_one(seq, flip)
+            if "rollback" in between:
+                self.rollback_one(seq)
+            if "release" in between:
+                self.release_one(seq)
         self.forward()
         for i, seq in enumerate(self.live):
             if seq.ran:
@@ -204,15 +209,18 @@ class KVMachine(RuleBasedStateMachine):
         assert len(seq.kv.draft.block_ids) == -(-seq.draft_committed // self.size)
 
     @precondition(lambda self: len(self.live) < 6)
-    @rule(which=WHICH)
-    def fork(self, which):
+    @rule(which=WHICH, token=st.sampled_from([0, 1, None]))
+    def fork(self, which, token):
         seq = self.pick(which)
         if seq is not None:
-            self.fork_one(seq)
+            self.fork_one(seq, token)
 
-    def fork_one(self, seq):
+    def fork_one(self, seq, token):
+        """A child with the same tokens, or with another one after those that are committed."""
         if len(self.live) < 6:
-            child = Model(self.kv.fork(seq.kv), seq.namespace, list(seq.tokens))
+            final = max(seq.committed, seq.draft_committed)
+            tokens = seq.tokens if token is None else [*seq.tokens[:final], token]
+            child = Model(self.kv.fork(seq.kv), seq.namespace, list(tokens))
             assert (child.committed, child.draft_committed) == (seq.committed, seq.draft_committed)
             self.live.append(child)
 

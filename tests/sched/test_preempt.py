@@ -12,13 +12,15 @@ def crowded(**options):
     return bench, bench.add("a", [1, 2, 3, 4, 5], 12), bench.add("b", [6, 7, 8], 12)
 
 
-def until_preempted(bench, draft=0):
-    while not bench.scheduler.num_preemptions:
+def until_preempted(bench, good=0, bad=0):
+    for _ in range(40):
         for request in bench.scheduler.running:
-            if draft and request.ready_to_draft:
-                request.draft = draft_for(request, 1, draft)
+            if request.ready_to_draft:
+                request.draft = draft_for(request, good, bad)
         plan = bench.step()
-    return plan
+        if bench.scheduler.num_preemptions:
+            return plan
+    raise AssertionError("nobody was preempted")
 
 
 def test_the_latest_gives_way_and_both_end_with_their_tokens():
@@ -75,8 +77,10 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
     bench, _, _ = crowded()
     bench.add("tiny", [1], 1, status=Status.COMPILING)
     tiny = bench.scheduler.get("tiny")
-    while not bench.scheduler.num_preemptions:
+    for _ in range(40):
         plan = bench.step()
+        if bench.scheduler.num_preemptions:
+            break
         if bench.kv.target.num_free == 0 and tiny.status is Status.COMPILING:
             tiny.move_to(Status.WAITING)
     assert plan.added == ()
@@ -85,11 +89,7 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
 
 def test_trap_b10_pending_drafts_are_dropped_with_the_kv():
     bench, a, b = crowded()
-    while not bench.scheduler.num_preemptions:
-        for request in bench.scheduler.running:
-            if request.ready_to_draft:
-                request.draft = draft_for(request, 1, 3)
-        bench.step()
+    until_preempted(bench, 1, 3)
     assert b.draft is EMPTY_TREE
     bench.steps()
     assert a.token_ids == expected_tokens([1, 2, 3, 4, 5], 12)
@@ -100,11 +100,7 @@ def test_drafts_are_dropped_before_anybody_is_preempted():
     plain, _, _ = crowded()
     until_preempted(plain)
     drafted, a, b = crowded()
-    while not drafted.scheduler.num_preemptions:
-        for request in drafted.scheduler.running:
-            if request.ready_to_draft:
-                request.draft = draft_for(request, 0, 6)
-        drafted.step()
+    until_preempted(drafted, 0, 6)
     assert (a.num_tokens, b.num_tokens) == tuple(
         r.num_tokens for r in (plain.scheduler.get("a"), plain.scheduler.get("b"))
     ), "wrong drafts brought the preemption no nearer"
@@ -121,16 +117,45 @@ def test_the_last_priority_gives_way_first():
     assert low.token_ids == expected_tokens([1, 2, 3, 4, 5], 12)
 
 
-def test_the_latest_request_sits_out_rather_than_giving_up_for_nothing():
-    bench = Bench(blocks=4, size=4)
-    a = bench.add("a", [1, 2, 3, 4, 5], 9)
-    b = bench.add("b", [1, 1, 1, 1], 3)
+def test_rows_of_the_preempted_go_to_those_that_stay():
+    bench = Bench(blocks=5, size=4, max_batched_tokens=4)
+    bench.add("a", [1, 2, 3, 4, 5], 15)
+    bench.add("b", [6, 7, 8], 17)
+    plan = until_preempted(bench, 0, 7)
+    assert [len(r.token_ids) for r in plan.requests] == [4]
+
+
+def test_without_a_later_request_one_sits_the_step_out_and_drops_its_draft():
+    bench = Bench(blocks=2, size=4, draft=4)
+    request = bench.add("a", [1, 2, 3], 5)
+    bench.step()
     bench.step()
     hog = bench.kv.open([3], "")
-    bench.kv.reserve(hog, 4 * bench.kv.target.num_free) if bench.kv.target.num_free else None
-    while a.num_tokens <= 7:
-        bench.step()
-    assert bench.scheduler.num_preemptions == 0
+    bench.kv.reserve(hog, 4)
+    bench.kv.reserve_draft(request.kv, 9)
+    bench.kv.commit_draft(request.kv, request.token_ids, 5)
+    bench.kv.write_draft(request.kv, 2)
+    request.draft = draft_for(request, 2)
+    assert bench.plan() is None
+    assert (request.status, request.draft, request.kv.written) == (Status.RUNNING, EMPTY_TREE, 0)
+    assert len(request.kv.draft.block_ids) == 2
+    assert bench.scheduler.exhausted == []
+    assert bench.scheduler.stalled_steps == 1
     bench.kv.release(hog)
     bench.steps()
-    assert b.token_ids == expected_tokens([1, 1, 1, 1], 3)
+    assert request.token_ids == expected_tokens([1, 2, 3], 5)
+
+
+def test_a_preempted_request_that_has_outgrown_the_pool_is_reported_and_holds_nobody_up():
+    bench = Bench(blocks=2, size=4, skip_window=0)
+    request = bench.add("a", [1, 2, 3], None)
+    while request.num_tokens < 8:
+        bench.step()
+    bench.scheduler._roster.preempt(request)
+    other = bench.add("b", [1, 2], 2)
+    bench.step()
+    assert bench.scheduler.exhausted == [request]
+    assert other.num_output_tokens == 1
+    bench.scheduler.finish("a")
+    bench.steps()
+    assert bench.kv.baseline()

@@ -54,7 +54,21 @@ def test_every_running_request_gets_a_row_whatever_the_drafts():
     for name in "ab":
         request = bench.scheduler.get(name)
         request.draft = draft_for(request, 5)
-    assert rows(bench.step()) == {"a": 6, "b": 1, "long": 1}
+    assert rows(bench.step()) == {"a": 3, "b": 1, "long": 4}
+
+
+def test_drafts_do_not_keep_new_requests_out():
+    bench = Bench(max_batched_tokens=4)
+    first = bench.add("a", [1, 2], 20)
+    bench.step()
+    bench.add("b", [3, 4], 20)
+    first.draft = draft_for(first, 6)
+    assert rows(bench.step()) == {"a": 2, "b": 2}
+    alone = Bench(max_batched_tokens=4)
+    first = alone.add("a", [1, 2], 20)
+    alone.step()
+    first.draft = draft_for(first, 6)
+    assert rows(alone.step()) == {"a": 4}
 
 
 def test_accepted_and_rejected_drafts():
@@ -62,12 +76,13 @@ def test_accepted_and_rejected_drafts():
     request = bench.add("a", [1, 2, 3], 20)
     bench.step()
     start = request.num_tokens
-    request.draft = draft_for(request, 2, 2)
+    request.draft = draft_for(request, 2, 4)
     plan = bench.step()
     assert plan.requests[0].start == start - 1
-    assert len(plan.requests[0].draft) == 4
+    assert len(plan.requests[0].draft) == 6
     assert request.num_tokens == start + 3
     assert request.num_computed == start + 2
+    assert len(request.kv.target.block_ids) == 2, "what the rejected tokens took is free again"
     assert not request.draft
     assert request.ready_to_draft
     assert request.token_ids == expected_tokens([1, 2, 3], 4)
@@ -83,13 +98,12 @@ def test_a_draft_waits_until_only_the_last_token_is_left():
 
 def test_trap_a18_a_draft_shrinks_to_what_is_left_of_the_answer_and_the_context():
     bench = Bench(max_model_len=12)
-    request = bench.add("a", list(range(9)), 4)
+    request = bench.add("a", list(range(9)), 10)
     bench.step()
     request.draft = draft_for(request, 5)
     plan = bench.plan()
     assert len(plan.requests[0].draft) == 2, "position 12 is outside of the context"
     bench.commit(plan, bench.worker.run(plan))
-    assert request.status is Status.FINISHED
     assert request.token_ids == expected_tokens(list(range(9)), 4)
 
 
@@ -244,6 +258,28 @@ def test_trap_d3_one_large_request_does_not_idle_the_pool_and_is_not_starved():
     assert passed == 4
     bench.steps()
     assert large.token_ids == expected_tokens(list(range(24)), 4)
+
+
+def test_blocks_that_a_prefill_still_needs_are_not_given_away():
+    bench = Bench(blocks=8, size=4, max_batched_tokens=6)
+    bench.add("long", list(range(20)), 2)
+    other = bench.add("other", list(range(50, 62)), 2)
+    bench.step()
+    bench.step()
+    assert other.status is Status.WAITING
+    bench.steps()
+    assert bench.scheduler.num_preemptions == 0
+    assert other.token_ids == expected_tokens(list(range(50, 62)), 2)
+
+
+def test_a_request_is_admitted_with_room_for_its_next_token():
+    bench = Bench(blocks=3, size=4)
+    bench.add("a", [1, 2, 3, 4], 3)
+    other = bench.add("b", [5, 6, 7, 8], 3)
+    bench.step()
+    assert other.status is Status.WAITING
+    bench.steps()
+    assert bench.scheduler.num_preemptions == 0
 
 
 def test_trap_d2_stalled_steps_count_steps_without_a_plan_while_somebody_waits():

@@ -37,7 +37,10 @@ def simulate(seed, num_requests):
     prompts = [[rng.randrange(5) for _ in range(rng.randrange(1, 10))] for _ in range(3)]
     alive, done, aborted = {}, [], 0
     added = 0
+    steps = 0
     while added < num_requests or alive:
+        steps += 1
+        assert steps < 100 * num_requests, "requests are left over"
         if added < num_requests and rng.random() < 0.5:
             alive[f"r{added}"] = new_request(bench, rng, f"r{added}", prompts)
             added += 1
