@@ -200,6 +200,9 @@ def test_a_second_draft_forgets_the_first():
     assert seq.written == 2
     kv.reserve_draft(seq, 4)
     assert seq.written == 0
+    kv.write_draft(seq, 2)
+    kv.commit_draft(seq, [1, 2, 3], 1)
+    assert seq.written == 0
 
 
 def test_draft_pool_may_be_full_while_the_target_goes_on():
