@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specserve.core.errors import SpecserveError
+from specserve.core.openmp import bound_spinning
 from specserve.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "SamplingParams", "SpecserveError"]
 __version__ = "0.1.0"
+
+bound_spinning()
 
 
 def __getattr__(name: str) -> Any:

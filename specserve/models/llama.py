@@ -55,7 +55,7 @@ class LlamaFamily:
             self._layers = [build_layer(config, named, i, linear) for i in range(config.num_layers)]
             self._norm = named.get("model.norm.weight", (config.hidden_size,))
             head = self._embed if config.tie_word_embeddings else named.get("lm_head.weight", table)
-            self._head = linear.make(head)
+            self._head = linear.make(head, wide=True)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:

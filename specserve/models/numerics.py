@@ -75,26 +75,31 @@ class LinearFactory:
         self._native = native
         self._chosen: dict[tuple[object, ...], str] = {}
 
-    def make(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Of weight [out, in]. Raises ModelLoadError if not even single rows are computed alike."""
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, wide: bool = False) -> Linear:
+        """Of weight [out, in]. Raises ModelLoadError if not even single rows are computed alike.
+
+        Args:
+            wide: float32 results where the kernel can give them without rounding to weight's dtype first (the head:
+                bfloat16 logits tie often).
+        """
         weight = weight.contiguous()
         if self.numerics == "fast":
             # For float32 the library is the faster one; for bfloat16 it is not where rows are few.
             native = self._native and weight.dtype == torch.bfloat16 and native_linear.available(weight.dtype)
-            return _build("native" if native else "library", weight, bias)
-        key = (tuple(weight.shape), weight.dtype, bias is not None)
+            return _build("native" if native else "library", weight, bias, wide)
+        key = (tuple(weight.shape), weight.dtype, bias is not None, wide)
         if key not in self._chosen:
-            self._chosen[key] = self._choose(weight, bias)
-        return _build(self._chosen[key], weight, bias)
+            self._chosen[key] = self._choose(weight, bias, wide)
+        return _build(self._chosen[key], weight, bias, wide)
 
-    def _choose(self, weight: torch.Tensor, bias: torch.Tensor | None) -> str:
+    def _choose(self, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> str:
         candidates = ["tiles", "rows"]
         if _packable(weight):
             candidates.insert(0, "packed tiles")
         if self._native and native_linear.available(weight.dtype):
             candidates.insert(0, "native")
         for kind in candidates:
-            if is_invariant(_build(kind, weight, bias), weight.shape[1], weight.dtype):
+            if is_invariant(_build(kind, weight, bias, wide), weight.shape[1], weight.dtype):
                 return kind
             log.warning("GEMM %s %s: a row depends on the others here, so it is not used", tuple(weight.shape), kind)
         raise ModelLoadError(
@@ -135,9 +140,9 @@ def _packable(weight: torch.Tensor) -> bool:
     )
 
 
-def _build(kind: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _build(kind: str, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> Linear:
     if kind == "native":
-        return native_linear.PackedLinear(weight, bias)
+        return native_linear.PackedLinear(weight, bias, torch.float32 if wide else None)
     if kind == "library":
         return lambda x: F.linear(x, weight, bias)
     tile = 1 if kind == "rows" else TILES[weight.dtype]

@@ -26,9 +26,9 @@ class Server:
         return self.url.replace("ws://", "http://").removesuffix("/v1/responses")
 
     def engine_pid(self) -> int:
-        """The engine process: the server's child that runs specserve's own code."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for child in children:
+        """The engine process: the server's one child, started by any of its threads."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        for child in " ".join(task.read_text() for task in tasks).split():
             command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
             if not any(b"resource_tracker" in part for part in command):
                 return int(child)
