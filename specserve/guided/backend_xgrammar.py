@@ -101,8 +101,10 @@ class XGrammarMatcher:
         if self._native.is_terminated():
             mask[row] = self._backend.end_row
             return
-        self._native.fill_next_token_bitmask(mask, row)
-        mask[row] &= self._backend.usable_row
+        if self._native.fill_next_token_bitmask(mask, row):
+            mask[row] &= self._backend.usable_row
+        else:  # everything is legal, which the backend does not write out
+            mask[row] = self._backend.usable_row
 
     def accept(self, token: int) -> bool:
         # What is illegal in every state is decided here: the backend writes a warning for such tokens.

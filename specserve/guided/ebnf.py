@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specserve.guided.expr import EMPTY, NEVER, Alt, Class, Expr, Lit, Ref, Repeat, Seq, alt, repeat, seq
+from specserve.guided.expr import EMPTY, LAST, NEVER, Alt, Class, Expr, Lit, Ranges, Ref, Repeat, Seq, alt, repeat, seq
 
 # How far choices inside a repeated item are multiplied out, and counted repeats inside it written out.
 MAX_BRANCHES = 32
 MAX_UNROLLED = 4
+# Most repeats written in one piece.
+MAX_REPEAT = 128
 
 
 def productive(rules: Mapping[str, Expr]) -> dict[str, Expr]:
@@ -76,7 +78,7 @@ def _text(expr: Expr) -> str:
     if isinstance(expr, Lit):
         return '"' + "".join(_char(ord(c), '"\\') for c in expr.text) + '"'
     if isinstance(expr, Class):
-        return "[" + "".join(_interval(low, high) for low, high in expr.ranges) + "]"
+        return _class(expr.ranges)
     if isinstance(expr, Ref):
         return expr.name
     if isinstance(expr, Seq):
@@ -84,7 +86,9 @@ def _text(expr: Expr) -> str:
     if isinstance(expr, Alt):
         return " | ".join(_text(item) for item in expr.items)
     if isinstance(expr, Repeat):
-        return _grouped(_flat(expr.item)) + _counts(expr.low, expr.high)
+        item = _flat(expr.item)
+        text = _negated(item) if isinstance(item, Class) else _grouped(item)
+        return _counted(text, expr.low, expr.high)
     raise TypeError(f"{type(expr).__name__} must be gone before a grammar is written")
 
 
@@ -127,10 +131,35 @@ def _grouped(expr: Expr) -> str:
     return text if isinstance(expr, (Class, Ref, Lit)) else f"({text})"
 
 
-def _counts(low: int, high: int | None) -> str:
+def _counted(text: str, low: int, high: int | None) -> str:
+    """`text` from `low` to `high` times, in pieces: xgrammar 0.2.9 makes wrong masks for longer repeats."""
     if high is None:
-        return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
-    return "?" if (low, high) == (0, 1) else f"{{{low},{high}}}"
+        head = f"{text}{{{MAX_REPEAT},{MAX_REPEAT}}} " * (low // MAX_REPEAT)
+        rest = low % MAX_REPEAT
+        return head + text + ({0: "*", 1: "+"}.get(rest) or f"{{{rest},}}")
+    if high <= MAX_REPEAT:
+        return text + ("?" if (low, high) == (0, 1) else f"{{{low},{high}}}")
+    more = _counted(text, max(0, low - MAX_REPEAT), high - MAX_REPEAT)
+    full = f"{text}{{{MAX_REPEAT},{MAX_REPEAT}}} ({more})"
+    return f"({full} | {text}{{{low},{MAX_REPEAT - 1}}})" if low < MAX_REPEAT else f"({full})"
+
+
+def _class(ranges: Ranges, start: str = "[") -> str:
+    return start + "".join(_interval(low, high) for low, high in ranges) + "]"
+
+
+def _negated(item: Class) -> str:
+    """A repeated class, written by what it leaves out: the backend makes the masks of that form once, not for each
+    count anew."""
+    gaps = []
+    position = 0
+    for low, high in item.ranges:
+        if low > position:
+            gaps.append((position, low - 1))
+        position = high + 1
+    if position <= LAST:
+        gaps.append((position, LAST))
+    return _class(tuple(gaps), "[^")
 
 
 def _interval(low: int, high: int) -> str:

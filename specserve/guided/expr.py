@@ -97,11 +97,16 @@ def seq(*items: Expr) -> Expr:
 
 
 def alt(items: Iterable[Expr]) -> Expr:
-    """A choice, flattened, without repeated or impossible branches."""
+    """A choice, flattened, without repeated or impossible branches; single characters become one class."""
     flat: dict[Expr, None] = {}
     for item in items:
         for part in item.items if isinstance(item, Alt) else (item,):
             flat[part] = None
+    single = [part for part in flat if isinstance(part, Class) or (isinstance(part, Lit) and len(part.text) == 1)]
+    if len(single) > 1:
+        pairs = [pair for part in single for pair in (part.ranges if isinstance(part, Class) else chars(part.text))]
+        rest = [part for part in flat if part not in set(single)]
+        flat = dict.fromkeys([Class(ranges_of(pairs)), *rest])
     return next(iter(flat)) if len(flat) == 1 else Alt(tuple(flat))
 
 

@@ -8,19 +8,21 @@ from typing import Any
 from specserve.guided import automaton
 from specserve.guided.automaton import Dfa, TooComplexError
 from specserve.guided.document import Document, refuse
-from specserve.guided.ebnf import write
+from specserve.guided.ebnf import MAX_REPEAT, write
 from specserve.guided.expand import Expander
-from specserve.guided.expr import NEVER, Class, Expr, Lit, Ranges, Ref, alt
+from specserve.guided.expr import NEVER, Class, Expr, Lit, Ranges, Ref, Repeat, alt, repeat, seq
 from specserve.guided.flat import ANYTHING, Flat, Goal
 from specserve.guided.intervals import decimals, integers, whole_range
 from specserve.guided.jsontext import Style, any_value_rules, encode_class, integer, number, quoted, value
 from specserve.guided.lower_array import array
 from specserve.guided.lower_object import members
 from specserve.guided.texts import direct, string_dfa
-from specserve.guided.values import holds
+from specserve.guided.values import allowed_values
 
 MAX_RULES = 20_000
 MAX_DIVISOR = 1_000
+# A larger maxLength means this one: no context holds a longer string.
+LONGEST_TEXT = 131_072
 
 
 class Lowering:
@@ -87,17 +89,39 @@ class Lowering:
 
     def _flat(self, flat: Flat) -> Expr:
         if flat.values is not None:
-            return alt([value(v, self.style) for v in flat.values if holds(self.expander, flat, v)])
+            return alt([value(v, self.style) for v in allowed_values(self.expander, flat)])
         if flat == Flat(flat.kind):
             return _FREE[flat.kind]
         if flat.kind == "number":
             return self._number(flat)
         if flat.kind == "string":
             inside = direct(flat)
-            return quoted(self.automaton(string_dfa(flat)) if inside is None else inside)
+            if inside is None:
+                return quoted(self.automaton(string_dfa(flat)))
+            if isinstance(inside, Repeat) and isinstance(inside.item, Class) and (inside.high or 0) > MAX_REPEAT:
+                return seq(Lit('"'), self._long(inside.item, inside.low, inside.high or 0))
+            return quoted(inside)
         if flat.excluded:
             raise refuse(flat.excluded[0][1], "arrays and objects cannot be excluded one by one")
         return array(self, flat) if flat.kind == "array" else members(self, flat)
+
+    def _long(self, item: Class, low: int, high: int) -> Expr:
+        """The rest of a string of many characters, closing quote included, as a rule for each MAX_REPEAT of them.
+
+        The quote inside the last rule keeps the matcher from having to guess where the string ends.
+        """
+        high = max(low, min(high, LONGEST_TEXT))
+        block = self.define(self.fresh("b"), repeat(item, MAX_REPEAT, MAX_REPEAT))
+        blocks, rest = divmod(high, MAX_REPEAT)
+        body = self.define(self.fresh("l"), seq(repeat(item, max(0, low - blocks * MAX_REPEAT), rest), Lit('"')))
+        for i in range(blocks - 1, -1, -1):
+            least = max(0, low - i * MAX_REPEAT)
+            branches: list[Expr] = [seq(block, body)]
+            if least < MAX_REPEAT:
+                ending = seq(repeat(item, least, MAX_REPEAT - 1), Lit('"'))
+                branches.append(self.define(self.fresh("e"), ending))
+            body = self.define(self.fresh("l"), alt(branches))
+        return body
 
     def _number(self, flat: Flat) -> Expr:
         if not flat.whole:

@@ -11,17 +11,20 @@ from __future__ import annotations
 import unicodedata
 from functools import cache
 
+from specserve.guided.automaton import Dfa, TooComplexError, build
 from specserve.guided.expr import (
     ANY,
     EMPTY,
     LAST,
     UNIVERSE,
+    Alt,
     Begin,
     Class,
     End,
     Expr,
     Lit,
     Ranges,
+    Repeat,
     Seq,
     alt,
     chars,
@@ -34,7 +37,10 @@ from specserve.guided.expr import (
 
 MAX_DEPTH = 100
 MAX_LENGTH = 16_384
-MAX_REPEAT = 10_000
+MAX_REPEAT = 5_000
+# Groups are repeated more often in automata only, and those have at most so many states.
+MAX_GROUP_REPEAT = 16
+SMALL = 1_000
 _SIMPLE = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _SYNTAX = set("^$\\.*+?()[]{}|/-")
 _NEWLINES = chars("\n\r\u2028\u2029")
@@ -42,6 +48,10 @@ _NEWLINES = chars("\n\r\u2028\u2029")
 
 class RegexError(ValueError):
     """A pattern that is malformed or that no grammar can hold; the text says what and where."""
+
+
+class AnchorError(RegexError):
+    """An anchor stands where it is neither the first nor the last thing."""
 
 
 @cache
@@ -280,7 +290,7 @@ def full(expr: Expr) -> Expr:
     """The texts that `expr` matches whole; redundant anchors at its ends are dropped.
 
     Raises:
-        RegexError: an anchor stands where it is neither the first nor the last thing.
+        AnchorError: an anchor stands elsewhere.
     """
     return _strip(expr, EMPTY)
 
@@ -305,6 +315,31 @@ def _strip(expr: Expr, around: Expr) -> Expr:
                 out.append(_strip(inner, around))
                 continue
         if any(_has_anchor(item) for item in items):
-            raise RegexError("an anchor inside the pattern is not supported")
+            raise AnchorError("an anchor inside the pattern is not supported")
         out.append(seq(EMPTY if begins else around, *items, EMPTY if ends else around))
     return alt(out)
+
+
+def counted_groups(expr: Expr) -> int:
+    """The highest count by which a group (not a single character) is repeated; 0 for none."""
+    if isinstance(expr, Repeat):
+        plain = isinstance(expr.item, (Class, Lit))
+        count = 0 if plain else max(expr.low, expr.high or 0)
+        return max(count, counted_groups(expr.item))
+    return max(map(counted_groups, expr.items), default=0) if isinstance(expr, (Seq, Alt)) else 0
+
+
+def small(expr: Expr) -> Dfa | None:
+    """The automaton of an expression with counted groups, where a matcher would have to guess how often they came.
+
+    None if it is too large; the expression is then matched as it stands.
+
+    Raises:
+        RegexError: it is too large, and so are the counts.
+    """
+    try:
+        return build(expr, limit=SMALL)
+    except TooComplexError:
+        if counted_groups(expr) > MAX_GROUP_REPEAT:
+            raise RegexError(f"repeats a group more than {MAX_GROUP_REPEAT} times and is too complex") from None
+        return None

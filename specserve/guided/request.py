@@ -17,11 +17,12 @@ from specserve.guided.expr import Class, Expr, Lit, Ref, alt
 from specserve.guided.jsontext import Style, any_value_rules, style_of
 from specserve.guided.library import find
 from specserve.guided.lower import lower_schema
-from specserve.guided.regex import RegexError, full, parse
+from specserve.guided.regex import AnchorError, RegexError, counted_groups, full, parse, small
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 STYLES = ("spaced", "compact", "flexible")
-MAX_EBNF_REPEAT = 1_000
+# More of them in one place, and xgrammar 0.2.9 makes wrong masks for some classes.
+MAX_EBNF_REPEAT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +129,13 @@ def _regex(content: Any, limits: GuidedLimits) -> str:
     try:
         expr = parse(content)
         try:
-            return _written("regex", {"root": full(expr)})
-        except RegexError:  # an anchor in the middle: an automaton knows where the text begins and ends
-            rules = automaton.to_rules(automaton.build(expr), "d", Class)
-            return _written("regex", {**rules, "root": Ref("d_0")})
+            whole = full(expr)
+            dfa = small(whole) if counted_groups(whole) > 1 else None
+        except AnchorError:  # an automaton knows where the text begins and ends
+            dfa = automaton.build(expr)
+        if dfa is None:
+            return _written("regex", {"root": whole})
+        return _written("regex", {**automaton.to_rules(dfa, "d", Class), "root": Ref("d_0")})
     except (RegexError, TooComplexError) as error:
         raise _fail("regex", str(error)) from None
 
@@ -171,7 +175,7 @@ def _ebnf(content: Any, limits: GuidedLimits) -> str:
             depth += 1 if part == "(" else -1
             deepest = max(deepest, depth)
         elif part.startswith("{") and any(int(n) > MAX_EBNF_REPEAT for n in re.findall(r"\d+", part)):
-            raise _fail("grammar", f"repeats more than {MAX_EBNF_REPEAT} times")
+            raise _fail("grammar", f"repeats more than {MAX_EBNF_REPEAT} times; split the repeat into several")
     if deepest > limits.grammar_depth:
         raise _fail("grammar", f"parentheses nest deeper than {limits.grammar_depth}")
     return content

@@ -12,7 +12,7 @@ from specserve.guided.expr import ANY, Alt, Class, Expr, Lit, Repeat, Seq, commo
 from specserve.guided.flat import Flat, Pattern
 from specserve.guided.formats import expression
 from specserve.guided.jsontext import RAW, encode, free_char
-from specserve.guided.regex import RegexError, parse, search
+from specserve.guided.regex import RegexError, counted_groups, parse, search, small
 
 # Below this many characters a lower bound is written out, so that escapes stay possible.
 SHORT = 16
@@ -91,6 +91,8 @@ def direct(flat: Flat) -> Expr | None:
     elif flat.patterns[0].positive:
         try:
             found = search(parse(flat.patterns[0].text))
+            if counted_groups(found) > 1 and small(found) is not None:
+                return None
         except RegexError:
             return None
     else:

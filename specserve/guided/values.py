@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from specserve.guided.expand import Expander, item_goal, member_goal
@@ -17,10 +18,29 @@ def satisfies(expander: Expander, goal: Goal, value: Any) -> bool:
 
 def holds(expander: Expander, flat: Flat, value: Any) -> bool:
     """Whether `value`, of the flat's kind, satisfies the flat."""
-    if flat.values is not None and canonical(value) not in {canonical(v) for v in flat.values}:
+    if flat.values is not None and not any(canonical(value) == canonical(v) for v in flat.values):
         return False
     if any(canonical(value) == canonical(v) for v, _ in flat.excluded):
         return False
+    return within(expander, replace(flat, values=None, excluded=()), value)
+
+
+def allowed_values(expander: Expander, flat: Flat) -> list[Any]:
+    """Those of a flat's values that its other constraints allow."""
+    gone = {canonical(v) for v, _ in flat.excluded}
+    rest = replace(flat, values=None, excluded=())
+    found = []
+    for value in flat.values or ():
+        expander.tick()
+        if canonical(value) not in gone and within(expander, rest, value):
+            found.append(value)
+    return found
+
+
+def within(expander: Expander, flat: Flat, value: Any) -> bool:
+    """Whether `value` satisfies a flat that lists no values."""
+    if flat == Flat(flat.kind):
+        return True
     if flat.kind == "number":
         return _number(flat, value)
     if flat.kind == "string":

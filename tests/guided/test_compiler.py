@@ -260,6 +260,23 @@ def test_the_order_of_properties_makes_another_grammar() -> None:
     assert not accepts(b, '{"a": 1, "b": 2}')
 
 
+def test_large_enumerations_are_no_work() -> None:
+    """Each value is tried once against the other constraints."""
+    compiler = make_compiler(compile_seconds=5.0)
+    values = [f"value-{i}" for i in range(2000)]
+    grammar = compiler.compile({"json_schema": {"enum": values, "pattern": "7$"}})
+    assert accepts(grammar, '"value-77"')
+    assert not accepts(grammar, '"value-78"')
+    assert accepts(compiler.compile({"choice": values}), "value-1999")
+
+
+def test_ambiguous_groups_are_counted_by_an_automaton_or_refused() -> None:
+    """A matcher that guesses how often a group came needs seconds for one mask."""
+    assert accepts(COMPILER.compile({"regex": r"([a-z]+ ){1,200}"}), "hello world " * 20)
+    assert refusal({"regex": r"(\w+\s?){1,50}"}).param == "guided.regex"
+    assert refusal({"json_schema": {"pattern": r"^(\w+\s?){1,50}$"}}).param == "guided.json_schema/pattern"
+
+
 def test_messages_hold_no_text_of_the_schema_values() -> None:
     """Error messages go to logs: they name keywords and paths, never values."""
     error = refusal({"json_schema": {"properties": {"a": {"enum": "SECRET"}}}})

@@ -34,6 +34,13 @@ GRAMMARS: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "integer", "multipleOf": 12}}, "-1200"),
     ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 9}}, '"aaaaaaaaa"'),
     ({"json_schema": {}}, '{"hello": "\\\\ world"}'),
+    # more repeats than the backend unrolls, of classes with characters of several bytes
+    ({"json_schema": {"type": "string", "minLength": 2, "maxLength": 400}}, '"日本 abc"'),
+    ({"json_schema": {"type": "string", "minLength": 150, "maxLength": 300}}, '"' + "日本ab c" * 40 + '"'),
+    ({"json_schema": {"type": "string", "minLength": 256, "maxLength": 256}}, '"' + "aé" * 128 + '"'),
+    ({"regex": "[a-zé-ü日-本]{2,300}"}, "abé日本"),
+    ({"regex": "(?:[a-c]+x){1,200}"}, "abxcx"),
+    ({"json_schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 200}}, "[true, false]"),
 ]
 IDS = [next(iter(g)) + str(i) for i, (g, _) in enumerate(GRAMMARS)]
 

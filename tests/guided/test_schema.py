@@ -311,6 +311,16 @@ def test_whitespace_styles_are_bounded(style: str) -> None:
         compiled({}, whitespace="endless")
 
 
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 127), (0, 128), (1, 129), (128, 128), (129, 300), (256, 256), (255, 257)]
+)
+def test_long_strings_are_counted_exactly(low: int, high: int) -> None:
+    grammar = compiled({"type": "string", "minLength": low, "maxLength": high})
+    for size in {0, 1, low - 1, low, low + 1, 127, 128, 129, 255, 256, 257, high - 1, high, high + 1} - {-1}:
+        assert accepts_value(grammar, "日" * size) == (low <= size <= high), size
+    assert not accepts_value(compiled({"type": "string", "maxLength": 10**9}), 3)
+
+
 def test_annotations_and_unknown_words_pass() -> None:
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
