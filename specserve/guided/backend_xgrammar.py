@@ -98,6 +98,13 @@ class XGrammarMatcher:
         self._native = native
 
     def fill(self, mask: Mask, row: int) -> None:
+        words = self._vocabulary.words
+        if mask.shape[1] > words:  # logits wider than the vocabulary, as of a padded model
+            narrow = np.empty((1, words), dtype=np.int32)
+            self.fill(narrow, 0)
+            mask[row, :words] = narrow[0]
+            mask[row, words:] = 0
+            return
         if self._native.is_terminated():
             mask[row] = self._backend.end_row
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from fractions import Fraction
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,49 @@ def test_decimals(
         for form in {text, text.rstrip("0").rstrip(".") if "." in text else text}:
             if form not in ("-0", ""):
                 assert dfa.accepts(form) == bounds.holds(Fraction(point)), form
+
+
+@pytest.mark.parametrize("edges", ["0 0.5", "1 1", "2.5 2.75", "0.05 0.1", "-0.5 0", "0.9 1.1", "-1 1", "3 3.001"])
+@pytest.mark.parametrize("low_open", [True, False])
+@pytest.mark.parametrize("high_open", [True, False])
+def test_bounds_close_together(edges: str, low_open: bool, high_open: bool) -> None:
+    low, high = map(Fraction, edges.split())
+    bounds = Bounds(low, high, low_open, high_open)
+    dfa = build(decimals(bounds))
+    near = [
+        "0",
+        "0.0",
+        "0.1",
+        "0.05",
+        "0.5",
+        "0.49",
+        "1",
+        "1.0",
+        "1.00",
+        "2.5",
+        "2.50",
+        "2.6",
+        "2.75",
+        "3",
+        "3.0005",
+        "3.001",
+    ]
+    for text in [
+        *near,
+        "-0.1",
+        "-0.5",
+        "-0.51",
+        "-1",
+        "-1.0",
+        "0.9",
+        "0.95",
+        "1.1",
+        "1.05",
+        "1.2",
+        "0.001",
+        "0.0500001",
+    ]:
+        assert dfa.accepts(text) == bounds.holds(Fraction(text)), text
 
 
 def test_whole_range() -> None:

@@ -78,6 +78,14 @@ def test_trap_b16_control_tokens_and_padding_are_never_legal() -> None:
     assert set(tokens_of(row(matcher))) == allowed
 
 
+def test_trap_b16_masks_may_be_wider_than_the_vocabulary() -> None:
+    matcher = COMPILER.compile({"json_object": True}).matcher()
+    wide = allocate(2, WIDTH + 100)
+    matcher.fill(wide, 1)
+    assert tokens_of(wide[1]) == tokens_of(row(matcher))
+    assert (wide[0] == -1).all()
+
+
 def test_trap_b2_each_position_has_its_own_mask() -> None:
     grammar = COMPILER.compile({"json_schema": NESTED})
     matcher = grammar.matcher()
