@@ -115,7 +115,7 @@ def test_trap_d12_warm_equals_cold_and_d13_chunks(engine: Callable[..., LLM]) ->
     texts = [t * 6 for t in prompts(3)]
     p = params(0.8, 24, logprobs=2)
     outcomes = []
-    for chunk in (512, 16, 1):
+    for chunk in (512, 16, 5):
         llm = engine(speculation={"methods": ["suffix"]}, max_batched_tokens=chunk)
         for _ in ("cold", "warm"):
             results = llm.generate([chat(t) for t in texts], p)
@@ -127,7 +127,7 @@ def test_trap_d12_warm_equals_cold_and_d13_chunks(engine: Callable[..., LLM]) ->
 
 def test_trap_a5_preempted_equals_undisturbed(engine: Callable[..., LLM]) -> None:
     """A pool for about three of eight requests: preemption must happen, and change nothing."""
-    texts = prompts(8)
+    texts = [t[:200] for t in prompts(8)]
     p = params(0.8, 64, ignore_eos=True)
     expected = ids(engine(speculation={"methods": ["suffix"]}), texts, p)
     small = engine(speculation={"methods": ["suffix"]}, kv_memory="12MiB")
