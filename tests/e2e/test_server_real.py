@@ -20,7 +20,7 @@ from specserve.cli.wire import Socket
 from specserve.core.errors import SpecserveError
 from tests.fakes.real_server import Server, running_server
 
-LONG = {"input": "Count from one to one thousand in words.", "max_output_tokens": 2000, "temperature": 0.9, "seed": 3}
+LONG = {"input": "Count from one to one thousand in words.", "max_output_tokens": 2000, "min_tokens": 2000}
 
 
 @pytest.fixture(scope="module")
