@@ -1,12 +1,12 @@
 // SwiGLU's activation: silu(gate) * up over merged rows [gate | up].
+#include "pool.h"
 #include "vec.h"
 
 namespace specserve {
 
 template <typename T>
 void silu_mul_rows(const T* gate_up, T* out, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 8192)
-    for (int64_t r = 0; r < rows; r++) {
+    parallel_for(rows, 8192 / width + 1, threads, [&](int64_t r) {
         const T* gate = gate_up + r * 2 * width;
         const T* up = gate + width;
         T* to = out + r * width;
@@ -14,7 +14,7 @@ void silu_mul_rows(const T* gate_up, T* out, int64_t rows, int64_t width, int th
             vfloat g = load_some(gate + i, width - i), u = load_some(up + i, width - i);
             store_some(to + i, g / (1.0f + exp(-g)) * u, width - i);
         }
-    }
+    });
 }
 
 }  // namespace specserve

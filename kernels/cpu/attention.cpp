@@ -4,6 +4,7 @@
 // fixed by the row's own position, so a row's bits do not depend on the batch, the chunk, the layout or the block size.
 #include <cmath>
 
+#include "pool.h"
 #include "vec.h"
 
 namespace specserve {
@@ -208,8 +209,7 @@ void attend_group(const T* q, const T* k, const T* v, T* out, int64_t row, int64
 template <typename T>
 void attention(const T* q, const T* k, const T* v, T* out, const AttentionArgs& a) {
     int64_t tasks = a.rows * a.kv_heads;
-#pragma omp parallel for num_threads(a.threads) schedule(dynamic, 1) if (a.threads > 1)
-    for (int64_t task = 0; task < tasks; task++) {
+    parallel_for(tasks, 1, a.threads, [&](int64_t task) {
         int64_t row = task / a.kv_heads, kv_head = task % a.kv_heads;  // neighbours in memory follow each other
         if (a.dim == 64)
             attend_group<T, 4>(q, k, v, out, row, kv_head, a);
@@ -217,7 +217,7 @@ void attention(const T* q, const T* k, const T* v, T* out, const AttentionArgs& 
             attend_group<T, 8>(q, k, v, out, row, kv_head, a);
         else
             attend_group<T, 0>(q, k, v, out, row, kv_head, a);
-    }
+    });
 }
 
 }  // namespace specserve

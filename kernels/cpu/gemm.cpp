@@ -3,6 +3,7 @@
 //
 // bfloat16 runs on AMX tiles where the compiler has them (16 x 16 outputs, 32 of k at a time, float32 sums), everything
 // else on vectors.
+#include "pool.h"
 #include "vec.h"
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
@@ -75,8 +76,7 @@ inline void vector_rows(const T* x, const T* packed, float* sums, int64_t k) {
 template <typename T, typename O>
 void gemm_vector(const T* x, const T* packed, const T* bias, O* out, const GemmArgs& a) {
     int64_t k = a.in_features;
-#pragma omp parallel for num_threads(a.threads) schedule(dynamic, a.chunk()) if (a.threads > 1)
-    for (int64_t block = 0; block < a.blocks(); block++) {
+    parallel_for(a.blocks(), a.chunk(), a.threads, [&](int64_t block) {
         const T* weights = packed + block * k * COLUMNS;
         float sums[8 * COLUMNS];
         int64_t r = 0;
@@ -92,7 +92,7 @@ void gemm_vector(const T* x, const T* packed, const T* bias, O* out, const GemmA
             vector_rows<T, 1>(x + r * k, weights, sums, k);
             write_block(sums, 1, out + r * a.out_features, bias, block * COLUMNS, a);
         }
-    }
+    });
 }
 
 #ifdef __AMX_BF16__
@@ -161,26 +161,26 @@ void gemm_tiles(const bf16* x, const bf16* packed, const bf16* bias, O* out, con
     if (a.rows == 0) return;  // tiles of no rows are a fault
     int64_t k = a.in_features, tail = a.rows % 32, whole = a.rows - tail;
     const TileConfig full(16, 16), rest(tail > 16 ? 16 : tail, tail > 16 ? tail - 16 : 0);
-#pragma omp parallel num_threads(a.threads) if (a.threads > 1)
-    {
+    Claims claims(a.blocks(), a.chunk());
+    run_shared(a.threads, [&] {
         alignas(64) float sums[32 * COLUMNS];
         _tile_loadconfig(whole ? &full : &rest);
-#pragma omp for schedule(dynamic, a.chunk())
-        for (int64_t block = 0; block < a.blocks(); block++) {
-            const bf16* weights = packed + block * k * COLUMNS;
-            for (int64_t r = 0; r < whole; r += 32) {
-                tile_rows(x + r * k, weights, sums, k, true);
-                write_block(sums, 32, out + r * a.out_features, bias, block * COLUMNS, a);
+        for (int64_t begin, end; claims.next(begin, end);)
+            for (int64_t block = begin; block < end; block++) {
+                const bf16* weights = packed + block * k * COLUMNS;
+                for (int64_t r = 0; r < whole; r += 32) {
+                    tile_rows(x + r * k, weights, sums, k, true);
+                    write_block(sums, 32, out + r * a.out_features, bias, block * COLUMNS, a);
+                }
+                if (tail) {
+                    if (whole) _tile_loadconfig(&rest);
+                    tile_rows(x + whole * k, weights, sums, k, tail > 16);
+                    write_block(sums, tail, out + whole * a.out_features, bias, block * COLUMNS, a);
+                    if (whole) _tile_loadconfig(&full);
+                }
             }
-            if (tail) {
-                if (whole) _tile_loadconfig(&rest);
-                tile_rows(x + whole * k, weights, sums, k, tail > 16);
-                write_block(sums, tail, out + whole * a.out_features, bias, block * COLUMNS, a);
-                if (whole) _tile_loadconfig(&full);
-            }
-        }
         _tile_release();
-    }
+    });
 }
 
 #endif

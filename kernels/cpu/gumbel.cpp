@@ -3,6 +3,7 @@
 //
 // Random bits: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011), key = seed, counter = (c, position low, position high, 0).
 // Token t uses word (t % 64) / 16 of counter c = t / 64 * 16 + t % 16, so that 16 counters give 64 adjacent tokens.
+#include "pool.h"
 #include <cstdint>
 #include <cstring>
 
@@ -70,7 +71,7 @@ void gumbel_row(uint64_t seed, uint64_t position, int64_t vocab, float* out) {
 
 extern "C" void ss_gumbel(const int64_t* seeds, const int64_t* positions, float* out, int64_t rows, int64_t vocab,
                           int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
-    for (int64_t r = 0; r < rows; r++)
+    specserve::parallel_for(rows, 1, threads, [&](int64_t r) {
         specserve::gumbel_row((uint64_t)seeds[r], (uint64_t)positions[r], vocab, out + r * vocab);
+    });
 }

@@ -1,6 +1,7 @@
 // RMSNorm (Zhang and Sennrich 2019), alone and fused with the residual addition before it.
 #include <cmath>
 
+#include "pool.h"
 #include "vec.h"
 
 namespace specserve {
@@ -28,13 +29,12 @@ void norm_row(const X* x, float* residual, const T* weight, T* out, int64_t widt
 template <typename X, typename T>
 void norm_rows(const X* x, float* residual, const T* weight, T* out, int64_t rows, int64_t width, float eps,
                int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 16384)
-    for (int64_t r = 0; r < rows; r++) {
+    parallel_for(rows, 16384 / width + 1, threads, [&](int64_t r) {
         if (residual)
             norm_row<X, T, true>(x + r * width, residual + r * width, weight, out + r * width, width, eps);
         else
             norm_row<X, T, false>(x + r * width, nullptr, weight, out + r * width, width, eps);
-    }
+    });
 }
 
 }  // namespace specserve

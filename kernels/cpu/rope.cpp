@@ -2,6 +2,7 @@
 // and the store of k and v into the paged cache.
 #include <cmath>
 
+#include "pool.h"
 #include "vec.h"
 
 namespace specserve {
@@ -43,8 +44,7 @@ void rotate(T* x, const float* cos, const float* sin, int64_t half) {
 template <typename T>
 void rope_store(T* qkv, const T* q_norm, const T* k_norm, T* key_cache, T* value_cache, const RopeArgs& a) {
     int64_t half = a.dim / 2, kv_width = a.kv_heads * a.dim;
-#pragma omp parallel for num_threads(a.threads) if (a.threads > 1 && a.rows > 7)
-    for (int64_t r = 0; r < a.rows; r++) {
+    parallel_for(a.rows, 7, a.threads, [&](int64_t r) {
         T* row = qkv + r * a.row_stride;
         T* k = row + a.q_heads * a.dim;
         const float* cos = a.cos + a.positions[r] * half;
@@ -56,7 +56,7 @@ void rope_store(T* qkv, const T* q_norm, const T* k_norm, T* key_cache, T* value
         }
         std::memcpy(key_cache + a.slots[r] * kv_width, k, kv_width * sizeof(T));
         std::memcpy(value_cache + a.slots[r] * kv_width, k + kv_width, kv_width * sizeof(T));
-    }
+    });
 }
 
 }  // namespace specserve

@@ -1,6 +1,7 @@
 // Rows of logits: grammar masks, log-softmax, argmax. All float32.
 #include <cmath>
 
+#include "pool.h"
 #include "vec.h"
 
 namespace specserve {
@@ -56,20 +57,17 @@ using namespace specserve;
 
 extern "C" {
 void ss_log_softmax(const float* x, float* out, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
-    for (int64_t r = 0; r < rows; r++) log_softmax_row(x + r * width, out + r * width, width);
+    parallel_for(rows, 1, threads, [&](int64_t r) { log_softmax_row(x + r * width, out + r * width, width); });
 }
 void ss_argmax(const float* x, int64_t* out, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
-    for (int64_t r = 0; r < rows; r++) out[r] = argmax_row(x + r * width, width);
+    parallel_for(rows, 1, threads, [&](int64_t r) { out[r] = argmax_row(x + r * width, width); });
 }
 // mask [rows, words] of 32 bits; logits beyond words * 32 are illegal.
 void ss_apply_bitmask(float* x, const uint32_t* mask, int64_t rows, int64_t width, int64_t words, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
-    for (int64_t r = 0; r < rows; r++) {
+    parallel_for(rows, 1, threads, [&](int64_t r) {
         int64_t covered = words * 32 < width ? words * 32 : width;
         mask_row(x + r * width, mask + r * words, covered);
         for (int64_t i = covered; i < width; i++) x[r * width + i] = -INFINITY;
-    }
+    });
 }
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-# Turns of the spin loop before a thread sleeps. By default it spins for good, and a step of hundreds of short parallel
-# sections then needs all its threads on a core at the same time: with one busy process beside it, it ran five times
-# slower here. So few turns bridge the gaps within a step and no more.
-SPIN_COUNT = 300
+# Turns of the spin loop before a thread of torch's own operations sleeps. By default it spins much longer, and short
+# parallel sections then need all their threads on a core at the same time: with one busy process beside them, hundreds
+# of them took ten times as long. (The native kernels have a pool of their own, which does not depend on this.)
+SPIN_COUNT = 3000
 
 
 def bound_spinning() -> None:
