@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.progress import Progress
 
+from bench.baseline import Baseline
 from bench.common import Row, finish, row
 from bench.prompts import mixed
 
@@ -39,41 +40,18 @@ def ours(numerics: str, speculation: dict[str, Any] | None) -> tuple[Any, Callab
     return llm, run
 
 
-def transformers_generate() -> Callable[[list[list[int]], int], float]:
-    """The baseline: one static batch of left-padded prompts, greedy."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from specserve.models.demo import fetch_demo
-
-    path = fetch_demo()
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
-
-    def run(prompts: list[list[int]], tokens: int) -> float:
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        start = time.perf_counter()
-        out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
-        )
-        seconds = time.perf_counter() - start
-        assert out.shape[1] == width + tokens
-        return seconds
-
-    return run
-
-
 def measure(arguments: argparse.Namespace, progress: Progress) -> list[Row]:
     """Every engine in turn, `repeats` times, at each concurrency."""
+    from specserve.models.demo import fetch_demo
     from specserve.models.loader import load_tokenizer
 
     tokenizer = load_tokenizer("demo")
     engines = {f"specserve {mode}": ours(mode, None) for mode in MODES}
     engines["specserve invariant, suffix drafts"] = ours("invariant", {"methods": ["suffix"]})
     runs = {name: run for name, (_, run) in engines.items()}
-    if arguments.compare == "transformers":
-        runs["transformers generate"] = transformers_generate()
+    baseline = Baseline(fetch_demo()) if arguments.compare == "transformers" else None
+    if baseline is not None:
+        runs["transformers generate"] = baseline.run
     task = progress.add_task("serve", total=len(arguments.concurrency) * (arguments.repeats + 1) * len(runs))
     rows: list[Row] = []
     for width in arguments.concurrency:
@@ -92,6 +70,8 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> list[Row]:
         ]
     for llm, _ in engines.values():
         llm.close()
+    if baseline is not None:
+        baseline.close()
     return rows
 
 
