@@ -146,12 +146,7 @@ class LLM:
             SpecserveError: of the first prompt that failed; the others are ended before.
         """
         prompt_ids = encode_prompts(prompts, self._tokenizer)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(prompt_ids)
-        else:
-            each = list(params)
-        if len(each) != len(prompt_ids):
-            raise InvalidRequestError(f"params: {len(each)} for {len(prompt_ids)} prompts", param="params")
+        each = _params_of(params, len(prompt_ids))
         commands = [self._command(ids, p) for ids, p in zip(prompt_ids, each, strict=True)]
         return _Batch(self._backend, self._boxes).run(commands)
 
@@ -170,7 +165,7 @@ class LLM:
         prompt_ids = encode_prompts(prompt, self._tokenizer)
         if len(prompt_ids) != 1:
             raise InvalidRequestError("prompt: stream takes one prompt", param="prompt")
-        command = self._command(prompt_ids[0], params or SamplingParams(), report_speculation)
+        command = self._command(prompt_ids[0], _params_of(params, 1)[0], report_speculation)
         events = stream_events(self._backend, self._boxes, command)
         try:
             async for event in events:
@@ -200,6 +195,33 @@ class LLM:
     def _command(self, ids: tuple[int, ...], params: SamplingParams, report: bool = False) -> GenerateCommand:
         name = f"llm-{self._prefix}-{next(self._numbers)}"
         return GenerateCommand(name, ids, params, report_speculation=report)
+
+
+def _params_of(params: object, count: int) -> list[SamplingParams]:
+    """One for each of `count` prompts; raises InvalidRequestError naming params[i]."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, (list, tuple)):
+        raise InvalidRequestError("params: must be a SamplingParams or a list of them", param="params")
+    for i, each in enumerate(params):
+        if not isinstance(each, SamplingParams):
+            raise InvalidRequestError(f"params[{i}]: must be a SamplingParams", param=f"params[{i}]")
+    if len(params) != count:
+        raise InvalidRequestError(f"params: {len(params)} for {count} prompts", param="params")
+    return list(params)
+
+
+def _placed(error: SpecserveError, index: int) -> SpecserveError:
+    """An engine's error about "prompt" says which of the prompts it is about."""
+    if error.param is not None and (error.param == "prompt" or error.param.startswith("prompt[")):
+        place = f"prompts[{index}]"
+        error.param = place + error.param.removeprefix("prompt")
+        if error.message.startswith("prompt"):
+            error.message = place + error.message.removeprefix("prompt")
+            error.args = (error.message,)
+    return error
 
 
 @dataclass(slots=True)
@@ -268,7 +290,7 @@ class _Batch:
             for answer in open_answers:
                 answer.read()
                 if timeout is None and isinstance(answer.end, FailedEvent):
-                    raise error_of(answer.end)
+                    raise _placed(error_of(answer.end), self._answers.index(answer))
             open_answers = [a for a in open_answers if a.end is None]
 
     def _abort(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from specserve.cluster.local import LocalExecutor
 from specserve.cluster.memory import KVSplit, split_kv
 from specserve.core.config import EngineConfig, SpeculationConfig
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, ModelLoadError
 from specserve.core.protocols import Drafter
 from specserve.engine.checks import EngineLimits
 from specserve.engine.engine import Engine
@@ -21,6 +22,7 @@ from specserve.kv.manager import KVManager
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
 from specserve.models.loader import LoadedModel, load_model
+from specserve.models.source import resolve
 from specserve.models.tokenizer import Tokenizer
 from specserve.sched.scheduler import Scheduler, SchedulerLimits
 from specserve.spec.combine import CombinedDrafter
@@ -29,6 +31,7 @@ from specserve.spec.draft_model import DraftModelDrafter
 from specserve.spec.suffix import SuffixDrafter
 from specserve.worker.runner import Model, ModelRunner
 
+T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 logger = logging.getLogger(__name__)
 
@@ -46,12 +49,16 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     """
     # A property of the calling thread in OpenMP, hence here.
     torch.set_num_threads(config.threads or _cores())
+    speculation = config.speculation
+    draft_name = speculation.model if speculation is not None else None
+    if draft_name is not None:  # a name that is wrong is told before the target is loaded
+        _draft_errors(lambda: resolve(draft_name, weights=False, progress=progress))
     target = load_model(config.model, dtype=config.dtype, numerics=config.numerics, progress=progress)
     draft = None
-    speculation = config.speculation
-    if speculation is not None and "draft_model" in speculation.methods:
-        assert speculation.model is not None, "checked by SpeculationConfig"
-        draft = load_model(speculation.model, dtype=config.dtype, numerics=config.numerics, progress=progress)
+    if draft_name is not None:
+        draft = _draft_errors(
+            lambda: load_model(draft_name, dtype=config.dtype, numerics=config.numerics, progress=progress)
+        )
         check_pair(target.tokenizer, draft.tokenizer, draft.info)
     return assemble(config, target, draft, progress)
 
@@ -101,6 +108,15 @@ def assemble(
         controller=controller,
         compiler=_compiler(tokenizer),
     )
+
+
+def _draft_errors(action: Callable[[], T]) -> T:
+    """Run `action`; what is wrong with the draft model is said of its own option."""
+    try:
+        return action()
+    except ModelLoadError as error:
+        message = error.message.removeprefix("model: ")
+        raise ModelLoadError(f"speculation.model: {message}", param="speculation.model", code=error.code) from None
 
 
 def check_pair(target: Tokenizer, draft: Tokenizer, draft_info: ModelInfo) -> None:

@@ -64,6 +64,7 @@ class SamplingParams:
         allowed_token_ids, banned_token_ids: hard restrictions.
         guided: exactly one of {"json_schema": schema}, {"json_object": True}, {"regex": pattern},
             {"choice": [texts]}, {"grammar": ebnf or {"name": of a shipped grammar}}; optional "whitespace": "compact".
+            Not together with stop or stop_token_ids, which would cut the value short.
         speculation: None as the engine is configured, False off, {"num_speculative_tokens": n} a cap.
     """
 
@@ -161,6 +162,8 @@ class SamplingParams:
         bias = {}
         for token, value in self.logit_bias.items():
             number = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise _fail("logit_bias", f"{token!r} is not a token id")
             key = _integer("logit_bias", number, 0, 2**31 - 1)
             bias[key] = _number(f"logit_bias[{key}]", value, -100.0, 100.0)
         self._set("logit_bias", bias)
@@ -176,6 +179,9 @@ class SamplingParams:
         kinds = [k for k in GUIDED_KINDS if k in self.guided]
         if len(kinds) != 1:
             raise _fail("guided", f"must have exactly one of {', '.join(GUIDED_KINDS)}")
+        for name in ("stop", "stop_token_ids"):
+            if getattr(self, name):
+                raise _fail(name, "would cut guided output short of what the grammar asks for; leave it out")
 
     def _check_speculation(self) -> None:
         value = self.speculation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 
-from specserve.core.errors import SpecserveError
+from specserve.core.errors import InvalidRequestError, SpecserveError
 from specserve.core.messages import FailedEvent, Usage
 
 
@@ -36,7 +36,9 @@ def failed_event(request_id: str, error: BaseException, usage: Usage | None = No
 
 def error_of(event: FailedEvent) -> SpecserveError:
     """The typed exception of a failed event, as the Python API raises it."""
-    kind = next((k for k in _kinds(SpecserveError) if (k.code, k.status) == (event.code, event.status)), SpecserveError)
+    kinds = [k for k in _kinds(SpecserveError) if (k.code, k.status) == (event.code, event.status)]
+    general = InvalidRequestError if 400 <= event.status < 500 else SpecserveError
+    kind = kinds[0] if kinds else general
     error = kind(event.message, param=event.param, code=event.code)
     error.status = event.status
     return error

@@ -30,6 +30,10 @@ def engine_info(engine: Engine) -> dict[str, Any]:
     }
 
 
+def _built_already() -> Engine:
+    raise EngineDeadError("the engine was built and closed")
+
+
 class EngineThread:
     """Builds the engine in its thread (thread settings of math libraries belong to the calling thread) and runs it.
 
@@ -70,7 +74,8 @@ class EngineThread:
 
     @property
     def info(self) -> dict[str, Any]:
-        return engine_info(self._engine) if self._engine is not None else {}
+        engine = self._engine
+        return engine_info(engine) if engine is not None else {}
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -80,7 +85,8 @@ class EngineThread:
         return self._engine.vocabulary
 
     def stats(self) -> EngineStats:
-        return self._engine.stats() if self._engine is not None else EngineStats()
+        engine = self._engine
+        return engine.stats() if engine is not None else EngineStats()
 
     def close(self) -> None:
         with self._lock:
@@ -108,6 +114,9 @@ class EngineThread:
             with self._lock:
                 self._stopping = True
             engine.close()
+            # Weights and KV go now, not when the last reference to this object does.
+            self._engine = None
+            self._build = _built_already
             self._deliver(self._ledger.fail(EngineDeadError(end)))
 
     def _receive(self, pause: float | None) -> Sequence[Command] | None:

@@ -57,6 +57,9 @@ def _fail(kind: str, message: str, param: str = "") -> GrammarError:
     return GrammarError(f"{kind}: {message}", param=f"guided.{kind}{param}")
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 def kind_of(guided: Mapping[str, Any]) -> str:
     """The one kind of guidance that a request names."""
     for name in guided:
@@ -96,6 +99,10 @@ def grammar_text(guided: Mapping[str, Any], limits: GuidedLimits, deadline: floa
 
 
 def _by_kind(kind: str, content: Any, style: Style, limits: GuidedLimits, deadline: float) -> str:
+    if kind == "choice":
+        return _choice(content, limits)
+    if _SURROGATE.search(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)):
+        raise _fail(kind, "holds a lone surrogate, which is not valid Unicode and stands for no text")
     if kind == "json_schema":
         return _schema(content, style, limits, deadline)
     if kind == "json_object":
@@ -104,8 +111,6 @@ def _by_kind(kind: str, content: Any, style: Style, limits: GuidedLimits, deadli
         return _written(kind, {**any_value_rules(style), "root": Ref("any_object")})
     if kind == "regex":
         return _regex(content, limits)
-    if kind == "choice":
-        return _choice(content, limits)
     return _ebnf(content, limits)
 
 
@@ -148,7 +153,7 @@ def _choice(content: Any, limits: GuidedLimits) -> str:
     for i, text in enumerate(content):
         if not isinstance(text, str) or not text:
             raise _fail("choice", f"entry {i} must be a text that is not empty", f"[{i}]")
-        if any(0xD800 <= ord(c) < 0xE000 for c in text):
+        if _SURROGATE.search(text):
             raise _fail("choice", f"entry {i} is not valid Unicode", f"[{i}]")
     if sum(len(text.encode()) for text in content) > limits.choice_bytes:
         raise _fail("choice", f"is longer than {limits.choice_bytes} bytes in all")

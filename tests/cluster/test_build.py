@@ -9,7 +9,7 @@ import torch
 
 from specserve.cluster.build import build_engine
 from specserve.core.config import EngineConfig, SpeculationConfig
-from specserve.core.errors import ConfigError
+from specserve.core.errors import ConfigError, ModelLoadError
 from specserve.core.messages import FinishedEvent, GenerateCommand
 from specserve.core.sampling import SamplingParams
 from tests.fakes.engines import answer
@@ -161,3 +161,10 @@ def test_impossible_options_fail_that_request_alone(folder):
     assert answer(events["bad"]).end.code == "no_legal_token"
     assert len(answer(events["good"]).token_ids) == 4
     engine.close()
+
+
+def test_a_missing_draft_model_is_told_of_its_own_option(folder, tmp_path):
+    speculation = SpeculationConfig(methods=("draft_model",), model=str(tmp_path / "absent"))
+    with pytest.raises(ModelLoadError, match=r"^speculation\.model: ") as refused:
+        build_engine(config(folder, speculation))
+    assert refused.value.param == "speculation.model"

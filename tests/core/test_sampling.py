@@ -48,6 +48,8 @@ from specserve.core.sampling import SamplingParams
         ({"stop_token_ids": "12"}, "stop_token_ids"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"guided": "json"}, "guided"),
+        ({"guided": {"choice": ["a"]}, "stop": "a"}, "stop"),
+        ({"guided": {"choice": ["a"]}, "stop_token_ids": [5]}, "stop_token_ids"),
         ({"guided": {}}, "guided"),
         ({"guided": {"regex": "a", "choice": ["b"]}}, "guided"),
         ({"guided": {"xml": "a"}}, "guided.xml"),

@@ -236,7 +236,7 @@ def test_trap_g5_logs_hold_no_text(caplog):
     secret = "hidden words"
     rig.executor.fail_next = RuntimeError(f"{secret} in a message")
     rig.run(command("a", secret), command("b", secret, guided={"json_object": secret}))
-    rig.run(command("c", secret, guided={"choice": [secret]}, stop=secret))
+    rig.run(command("c", secret, guided={"choice": [secret]}), command("d", secret, stop=secret))
     assert caplog.records
     for record in caplog.records:
         assert secret not in record.getMessage()

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import gc
 import threading
+import weakref
 
 import pytest
 
@@ -73,8 +74,9 @@ def test_a_failed_prompt_raises_its_error_after_the_others_ended():
         with pytest.raises(GrammarError, match="cannot be parsed"):
             llm.generate(["a", "b", "c"], [long, bad, long])
         assert llm.stats().running == llm.stats().waiting == 0
-        with pytest.raises(InvalidRequestError, match="prompt"):
+        with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]\[0\]: ") as refused:
             llm.generate([[1], [10**6]])
+        assert refused.value.param == "prompts[1][0]"
 
 
 def test_generate_from_many_threads():
@@ -156,3 +158,25 @@ def test_wrong_options_are_named(options, param):
     with pytest.raises(ConfigError) as caught:
         LLM("demo", **options)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [({"max_tokens": 2}, "params"), (5, "params"), ([None], "params[0]"), ([SamplingParams(), 1], "params[1]")],
+)
+def test_params_of_another_type_are_named(params, param):
+    with Rigged() as llm, pytest.raises(InvalidRequestError) as refused:
+        llm.generate("x", params)
+    assert refused.value.param == param
+
+
+def test_close_lets_go_of_the_engine_while_the_llm_is_still_referenced():
+    engine = make_rig().engine
+    alive = weakref.ref(engine)
+    engines = [engine]
+    del engine
+    llm = LLM.over(EngineThread(engines.pop), VOCABULARY)
+    llm.generate("x")
+    llm.close()
+    gc.collect()
+    assert alive() is None

@@ -288,3 +288,22 @@ def test_a_vocabulary_is_checked() -> None:
         GrammarCompiler(TOKENS, 3, (END,))
     with pytest.raises(ValueError, match="eos_ids"):
         GrammarCompiler(TOKENS, None, ())
+
+
+LONE = "a\ud83d"
+
+
+@pytest.mark.parametrize(
+    "guided",
+    [
+        {"json_schema": {"const": LONE}},
+        {"json_schema": {"enum": ["b", LONE]}},
+        {"json_schema": {"type": "object", "properties": {LONE: {}}, "required": [LONE]}},
+        {"json_schema": {"type": "string", "pattern": LONE}},
+        {"regex": LONE + "+"},
+        {"choice": [LONE]},
+        {"grammar": f'root ::= "{LONE}"'},
+    ],
+)
+def test_lone_surrogates_are_no_text_and_refused(guided: Any) -> None:
+    assert next(iter(guided)) in (refusal(guided).param or "")

@@ -40,7 +40,6 @@ def test_every_option_arrives():
         include=["message.output_text.logprobs"],
         top_logprobs=3,
         speculation={"num_speculative_tokens": 2},
-        structured_outputs={"regex": "a+"},
         report_speculation=True,
         priority=-3,
     )
@@ -52,8 +51,14 @@ def test_every_option_arrives():
     )
     params = request.params
     assert (params.max_tokens, params.temperature, params.seed, params.stop) == (9, 0.5, 2**64 - 1, ("x", "y"))
-    assert (params.logprobs, params.logit_bias, params.guided) == (3, {5: 2.0}, {"regex": "a+"})
+    assert (params.logprobs, params.logit_bias) == (3, {5: 2.0})
     assert (params.draft_cap(), request.priority, request.report_speculation) == (2, -3, True)
+
+
+def test_a_stop_text_would_cut_guided_output_and_is_refused():
+    with pytest.raises(InvalidRequestError) as refused:
+        parse(structured_outputs={"regex": "a+"}, stop=["x"])
+    assert refused.value.param == "stop"
 
 
 def test_defaults_are_the_apis():
