@@ -125,7 +125,6 @@ async def test_chat_options_reach_the_engine():
             model="fake",
             messages=[{"role": "user", "content": "hi"}],
             max_tokens=7,
-            stop=["END"],
             logprobs=True,
             top_logprobs=2,
             logit_bias={"65": 1},
@@ -138,11 +137,13 @@ async def test_chat_options_reach_the_engine():
             messages=[{"role": "user", "content": "hi"}],
             extra_body={"structured_outputs": {"choice": ["a", "b"]}},
         )
+        await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "hi"}], stop=["END"])
     params = fake.commands[0].params
     assert params.guided == {"json_schema": schema}
-    assert (params.max_tokens, params.stop, params.logprobs, params.top_k) == (7, ("END",), 2, 3)
+    assert (params.max_tokens, params.logprobs, params.top_k) == (7, 2, 3)
     assert (params.logit_bias, params.frequency_penalty, params.speculation) == ({65: 1.0}, 0.5, False)
     assert fake.commands[1].params.guided == {"choice": ["a", "b"]}
+    assert fake.commands[2].params.stop == ("END",)
     content = whole.choices[0].logprobs.content
     assert [entry.token for entry in content] == ["o", "k"]
     assert content[0].top_logprobs[1].logprob is None
