@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +13,20 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from specserve.cli.background import BackgroundLoop
 from specserve.cli.wire import Socket
-from specserve.core.errors import SpecserveError
+from specserve.core.errors import ConfigError, InvalidRequestError, SpecserveError
+from specserve.core.sampling import SamplingParams
+
+try:  # Line editing and history; some builds of Python lack it.
+    import readline
+except ImportError:
+    readline = None  # type: ignore[assignment]
 
 ACCEPTED_STYLE = "bold green"
+COMMANDS = "/new starts over, /quit ends"
+# Line editing must know which characters take no room: those between \001 and \002.
+COLOUR_PROMPT = "\001\x1b[1;36m\002> \001\x1b[0m\002"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +39,15 @@ class ChatOptions:
     max_tokens: int = 512
     system: str | None = None
     api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+        except InvalidRequestError as error:
+            flag = f"--{error.param}".replace("_", "-")
+            raise ConfigError(error.message.replace(f"{error.param}", flag, 1), param=error.param) from None
+        if self.system is not None and not encodable(self.system):
+            raise ConfigError("--system: is not UTF-8 text", param="system")
 
 
 class DraftColours:
@@ -52,63 +74,154 @@ class DraftColours:
 
 
 def run(options: ChatOptions, console: Console | None = None) -> int:
-    """Chat until end of input or /quit. Returns the exit status."""
-    return asyncio.run(_chat(options, console or Console(highlight=False)))
+    """Chat until end of input, /quit or Ctrl-C at the prompt. Returns the exit status.
+
+    Raises:
+        SpecserveError: the server cannot be reached, refuses the connection, or went away.
+    """
+    console = console or Console(highlight=False)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # What is not UTF-8 must reach us as a line, to be refused alone.
+        sys.stdin.reconfigure(errors="surrogateescape")
+    socket = Socket(options.url, options.api_key)
+    with BackgroundLoop() as loop:
+        loop.run(socket.__aenter__())
+        try:
+            _chat(loop, socket, options, console)
+        finally:
+            loop.run(socket.__aexit__(None, None, None))
+    return 0
 
 
-async def _chat(options: ChatOptions, console: Console) -> int:
+def _chat(loop: BackgroundLoop, socket: Socket, options: ChatOptions, console: Console) -> None:
     messages: list[dict[str, str]] = []
-    async with Socket(options.url, options.api_key) as socket:
-        console.print("[dim]/new starts over, /quit ends; Ctrl-C stops an answer[/dim]")
-        while True:
-            try:
-                line = (await asyncio.to_thread(console.input, "[bold cyan]> [/]")).strip()
-            except (EOFError, KeyboardInterrupt):
-                return 0
-            if line == "/quit":
-                return 0
-            if line == "/new":
-                messages.clear()
-            elif line:
-                messages.append({"role": "user", "content": line})
-                await _turn(socket, options, messages, console)
-
-
-async def _turn(socket: Socket, options: ChatOptions, messages: list[dict[str, str]], console: Console) -> None:
-    """One answer. An error is shown and the question taken back, so that the chat can go on."""
-    try:
-        answer = await _answer(socket, options, messages, console)
-    except SpecserveError as error:
-        if error.code == "closed":
-            raise
-        messages.pop()
-        console.print(f"[red]{error.message}[/red]")
-        return
-    messages.append({"role": "assistant", "content": answer})
-
-
-async def _answer(socket: Socket, options: ChatOptions, messages: list[dict[str, str]], console: Console) -> str:
-    request: dict[str, Any] = {
-        "input": messages,
-        "temperature": options.temperature,
-        "max_output_tokens": options.max_tokens,
-        "report_speculation": options.show_drafts,
-    }
-    if options.system:
-        request["instructions"] = options.system
-    colours, text = DraftColours(), ""
-    async for event in socket.stream(request):
-        if event["type"] == "response.speculation.delta":
-            colours.speculation(event)
-        elif event["type"] == "response.output_text.delta":
-            text += event["delta"]
-            drafted, rest = colours.split(event["delta"])
-            console.print(Text(drafted, style=ACCEPTED_STYLE), Text(rest), sep="", end="")
-        elif event["type"].startswith(("response.completed", "response.incomplete", "response.cancelled")):
+    console.print(f"[dim]{COMMANDS}; Ctrl-C stops an answer[/dim]")
+    while True:
+        try:
+            line = input(COLOUR_PROMPT if readline and console.is_terminal and sys.stdin.isatty() else "> ")
+        except (EOFError, KeyboardInterrupt):
             console.print()
-            if options.show_drafts:
-                console.print(f"[dim]{summary(event['response'])}[/dim]")
-    return text
+            return
+        command = line.rstrip()
+        if command == "/quit":
+            return
+        if command == "/new":
+            messages.clear()
+        elif line.startswith("/"):
+            console.print(f"[dim]no such command; {COMMANDS}. A space before the / sends the line[/dim]")
+        elif not encodable(line):
+            console.print("[red]that line is not UTF-8 text; it was not sent[/red]")
+        elif command:
+            messages.append({"role": "user", "content": line.strip()})
+            turn = Turn(socket, options, messages, console)
+            loop.run(turn.run(), turn.interrupt)
+            if turn.left:
+                return
+
+
+def encodable(text: str) -> bool:
+    """Whether the text can be sent: input that is not UTF-8 arrives as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class Turn:
+    """One question's answer, shown as it streams. A first interrupt stops it at the server, a second leaves it."""
+
+    def __init__(self, socket: Socket, options: ChatOptions, messages: list[dict[str, str]], console: Console) -> None:
+        self._socket = socket
+        self._options = options
+        self._messages = messages
+        self._console = console
+        self._colours = DraftColours()
+        self._text = ""
+        self._response_id: str | None = None
+        self._interrupts = 0
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelling: asyncio.Task[None] | None = None
+
+    @property
+    def left(self) -> bool:
+        """Whether it was interrupted again while it was being stopped."""
+        return self._interrupts > 1
+
+    def interrupt(self) -> None:
+        """Called inside the loop, at Ctrl-C."""
+        self._interrupts += 1
+        if self.left and self._task is not None:
+            self._task.cancel()
+        else:
+            self._stop()
+
+    async def run(self) -> None:
+        """Stream the answer into `messages`. After an error, or when stopped before any text, the question is taken
+        back, so that the chat can go on; what a stopped answer said until then is kept.
+
+        Raises:
+            SpecserveError: the connection ended; other errors are shown.
+        """
+        self._task = asyncio.current_task()
+        try:
+            async with contextlib.aclosing(self._socket.stream(self._request())) as events:
+                async for event in events:
+                    self._show(event)
+        except asyncio.CancelledError:
+            if not self.left:
+                raise
+            self._console.print()
+            return
+        except SpecserveError as error:
+            if error.code == "closed":
+                raise
+            self._messages.pop()
+            self._console.print(Text(error.message, style="red"))
+            return
+        if self._interrupts and not self._text:
+            self._messages.pop()
+        else:
+            self._messages.append({"role": "assistant", "content": self._text})
+
+    def _stop(self) -> None:
+        if self._response_id is not None and self._cancelling is None:
+            self._cancelling = asyncio.ensure_future(self._cancel(self._response_id))
+
+    async def _cancel(self, response_id: str) -> None:
+        # A connection that ended is told by the stream.
+        with contextlib.suppress(SpecserveError):
+            await self._socket.cancel(response_id)
+
+    def _request(self) -> dict[str, Any]:
+        request: dict[str, Any] = {
+            "input": self._messages,
+            "temperature": self._options.temperature,
+            "max_output_tokens": self._options.max_tokens,
+            "report_speculation": self._options.show_drafts,
+        }
+        if self._options.system:
+            request["instructions"] = self._options.system
+        return request
+
+    def _show(self, event: Mapping[str, Any]) -> None:
+        kind = event["type"]
+        if kind == "response.created":
+            self._response_id = event["response"]["id"]
+            if self._interrupts:
+                self._stop()
+        elif kind == "response.speculation.delta":
+            self._colours.speculation(event)
+        elif kind == "response.output_text.delta":
+            self._text += event["delta"]
+            drafted, rest = self._colours.split(event["delta"])
+            self._console.print(Text(drafted, style=ACCEPTED_STYLE), Text(rest), sep="", end="")
+        elif kind in ("response.completed", "response.incomplete", "response.cancelled"):
+            self._console.print()
+            if kind == "response.cancelled":
+                self._console.print("[dim]stopped[/dim]")
+            if self._options.show_drafts:
+                self._console.print(f"[dim]{summary(event['response'])}[/dim]")
 
 
 def summary(response: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+API_KEY = "SPECSERVE_API_KEY"
 Model = Annotated[str | None, typer.Option(help='"demo", a Hugging Face folder, a GGUF file or a hub name.')]
 
 
@@ -37,7 +39,7 @@ def serve(
     numerics: Annotated[str | None, typer.Option(help="invariant or fast.")] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="A key that clients must send; may be given more than once.", envvar="SPECSERVE_API_KEY"),
+        typer.Option(help="A key that clients must send; may be given more than once.", envvar=API_KEY),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A specserve.toml; flags win over it.")] = None,
 ) -> None:
@@ -52,7 +54,9 @@ def serve(
         "kv_memory": kv_memory,
         "numerics": numerics,
     }
-    server_flags = {"host": host, "port": port, "api_keys": tuple(api_key) if api_key else None}
+    # An empty variable is a mistake to be told, not a server without keys.
+    keys = tuple(api_key) if api_key else ("",) if API_KEY in os.environ else None
+    server_flags = {"host": host, "port": port, "api_keys": keys}
 
     def start() -> int:
         engine, server = read_options(config, engine_flags, server_flags, speculation)
@@ -70,13 +74,12 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     system: Annotated[str | None, typer.Option(help="Instructions for the model.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="SPECSERVE_API_KEY")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar=API_KEY)] = None,
 ) -> None:
     """Chat in the terminal with a running server."""
     from specserve.cli.chat import ChatOptions, run
 
-    options = ChatOptions(url, show_drafts, temperature, max_tokens, system, api_key)
-    _exit(lambda: run(options))
+    _exit(lambda: run(ChatOptions(url, show_drafts, temperature, max_tokens, system, api_key)))
 
 
 @app.command()

@@ -42,5 +42,7 @@ def parse_speculation(text: str) -> dict[str, Any] | None:
             param="speculation",
         ) from None
     if not isinstance(value, dict):
-        raise ConfigError('speculation: must be a JSON object such as {"methods": ["suffix"]}', param="speculation")
+        raise ConfigError(
+            'speculation: must be "off" or a JSON object such as {"methods": ["suffix"]}', param="speculation"
+        )
     return value

@@ -37,6 +37,13 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}: {value!r} must be one of {', '.join(allowed)}", param=name)
 
 
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    # A single text is refused: as a sequence it would be its letters.
+    if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
+        raise ConfigError(f"{name}: must be a list of texts", param=name)
+    return tuple(value)
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """How drafts are made. Names are vLLM's where the meaning is the same.
@@ -80,12 +87,15 @@ class SpeculationConfig:
             )
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | None) -> SpeculationConfig | None:
-        """None and {} stay off; a key that is not known is an error that names it."""
-        if values is None:
+    def from_dict(cls, values: Mapping[str, Any] | str | None) -> SpeculationConfig | None:
+        """None, "off" and {} are off; a key that is not known is an error that names it."""
+        if values is None or (isinstance(values, str) and values.strip().lower() == "off"):
             return None
         if not isinstance(values, Mapping):
-            raise ConfigError('speculation: must be an object such as {"methods": ["suffix"]}', param="speculation")
+            raise ConfigError(
+                'speculation: must be an object such as {"methods": ["suffix"]}; None or "off" switches drafts off',
+                param="speculation",
+            )
         values = dict(values)
         if "method" in values:
             if "methods" in values:
@@ -190,8 +200,15 @@ class ServerConfig:
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**30)
         _whole("max_responses", self.max_responses, 1, 65536)
         _whole("output_buffer_bytes", self.output_buffer_bytes, 1024, 2**30)
-        object.__setattr__(self, "api_keys", tuple(self.api_keys))
-        object.__setattr__(self, "allowed_origins", tuple(self.allowed_origins))
+        object.__setattr__(self, "api_keys", _texts("server.api_keys", self.api_keys))
+        for i, key in enumerate(self.api_keys):
+            # An empty key would let everyone in; a header cannot carry the others, so they would let nobody in.
+            if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+                raise ConfigError(
+                    f"server.api_keys: key {i + 1} must be printable ASCII text, not empty, without spaces around it",
+                    param="server.api_keys",
+                )
+        object.__setattr__(self, "allowed_origins", _texts("server.allowed_origins", self.allowed_origins))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServerConfig:

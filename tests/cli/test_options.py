@@ -38,6 +38,8 @@ def test_bad_speculation(text: str) -> None:
         (["serve", "--config", "absent.toml"], "absent.toml"),
         (["serve", "--quantization", "q4"], "quantization"),
         (["serve", "--port", "70000"], "port"),
+        (["serve", "--api-key", ""], "server.api_keys"),
+        (["serve", "--api-key", "sk-one", "--api-key", "caf\u00e9"], "server.api_keys: key 2"),
     ],
 )
 def test_wrong_options_are_one_line(arguments: list[str], word: str) -> None:
@@ -46,6 +48,13 @@ def test_wrong_options_are_one_line(arguments: list[str], word: str) -> None:
     assert word in result.stderr
     assert "Traceback" not in result.output
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_an_empty_key_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSERVE_API_KEY", "")
+    result = CliRunner().invoke(app, ["serve"])
+    assert result.exit_code == 1
+    assert "server.api_keys" in result.stderr
 
 
 def test_help_loads_no_torch() -> None:

@@ -57,12 +57,30 @@ def test_speculation_forms() -> None:
     assert SpeculationConfig.from_dict(None) is None
     assert SpeculationConfig.from_dict({"method": "suffix"}) == SpeculationConfig()
     assert EngineConfig.from_dict({"speculation": None}).speculation is None
+    assert EngineConfig.from_dict({"speculation": "off"}).speculation is None
+    with pytest.raises(ConfigError, match='None or "off" switches drafts off'):
+        SpeculationConfig.from_dict("on")
 
 
 def test_server_refuses_unknown_keys() -> None:
     with pytest.raises(ConfigError) as refused:
         ServerConfig.from_dict({"prot": 1})
     assert refused.value.param == "server.prot"
+
+
+@pytest.mark.parametrize(
+    "keys", ["sk-one", 5, [5], [""], ["sk-one", ""], [" "], [" sk"], ["caf\u00e9"], ["a\nb"], ["a\x7f"]]
+)
+def test_server_refuses_keys_that_no_header_carries(keys: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ServerConfig.from_dict({"api_keys": keys})
+    assert refused.value.param == "server.api_keys"
+
+
+def test_server_lists() -> None:
+    assert ServerConfig.from_dict({"api_keys": ["sk-one", "a b"]}).api_keys == ("sk-one", "a b")
+    with pytest.raises(ConfigError, match=r"server\.allowed_origins"):
+        ServerConfig.from_dict({"allowed_origins": "*"})
 
 
 def test_toml(tmp_path: Path) -> None:
