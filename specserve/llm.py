@@ -72,7 +72,7 @@ class LLM:
     Args:
         model: "demo", a Hugging Face folder, a GGUF file or a hub name.
         dtype, quantization, kv_memory, block_size, max_batched_tokens, threads: see EngineConfig.
-        speculation: how drafts are made; None drafts nothing. Never changes which tokens come.
+        speculation: how drafts are made; None or "off" drafts nothing. Never changes which tokens come.
         options: further fields of EngineConfig, such as numerics, prefix_cache, max_model_len.
 
     Raises:
@@ -86,7 +86,7 @@ class LLM:
         *,
         dtype: str = "bfloat16",
         quantization: str | None = None,
-        speculation: Mapping[str, Any] | SpeculationConfig | None = SUFFIX,
+        speculation: Mapping[str, Any] | SpeculationConfig | str | None = SUFFIX,
         kv_memory: str | int = "2GiB",
         block_size: int = 16,
         max_batched_tokens: int = 512,
