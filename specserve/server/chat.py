@@ -44,6 +44,8 @@ def parse_chat(values: Mapping[str, Any], limits: Limits, model: str) -> CreateR
     """Options of POST /v1/chat/completions. Raises InvalidRequestError naming the first option at fault."""
     only(values, CHAT)
     limit = "max_completion_tokens" if values.get("max_completion_tokens") is not None else "max_tokens"
+    if limit == "max_completion_tokens" and values.get("max_tokens") not in (None, values[limit]):
+        raise wrong("max_tokens", "differs from max_completion_tokens; give one of them")
     metadata(values, MAX_METADATA)
     asked, top = flag(values, "logprobs"), values.get("top_logprobs")
     if top is not None and top != 0 and not asked:

@@ -6,6 +6,7 @@ import pytest
 
 from specserve.core.config import ServerConfig
 from specserve.core.errors import InvalidRequestError
+from specserve.server.chat import parse_chat
 from specserve.server.codec import dumps, loads
 from specserve.server.limits import Limits
 from specserve.server.options import parse_responses
@@ -177,3 +178,11 @@ def test_deep_nesting_is_refused_and_shallow_is_not():
 def test_what_json_cannot_carry_is_replaced():
     assert dumps({"a": float("nan"), "b": float("-inf")}) == b'{"a":null,"b":null}'
     assert dumps({"text": "x\ud800"}) == b'{"text":"x?"}'
+
+
+def test_two_different_limits_of_a_chat_are_refused():
+    values = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    assert parse_chat({**values, "max_completion_tokens": 3}, LIMITS, "fake").params.max_tokens == 3
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_chat({**values, "max_completion_tokens": 4}, LIMITS, "fake")
+    assert refused.value.param == "max_tokens"
