@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 # Turns of the spin loop before a thread of torch's own operations sleeps. By default it spins much longer, and short
-# parallel sections then need all their threads on a core at the same time: with one busy process beside them, hundreds
-# of them took ten times as long. (The native kernels have a pool of their own, which does not depend on this.)
+# parallel sections then need all their threads on a core at the same time, which one busy process beside them prevents.
+# (The native kernels have a pool of their own, which does not depend on this.)
 SPIN_COUNT = 3000
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -194,6 +194,11 @@ class SamplingParams:
                 raise _fail(f"speculation.{name}", f"unknown; use {', '.join(SPECULATION_KEYS)}")
         if "num_speculative_tokens" in value:
             _integer("speculation.num_speculative_tokens", value["num_speculative_tokens"], 0, 64)
+
+    def end_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """Ids that end the answer: stop_token_ids, and the model's own end tokens unless they are ignored."""
+        own = frozenset(self.stop_token_ids)
+        return own if self.ignore_eos else own.union(eos_ids)
 
     def draft_cap(self) -> int | None:
         """Most drafted tokens a step that this request accepts; None for no cap of its own."""

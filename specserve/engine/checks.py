@@ -88,12 +88,6 @@ def resolve_params(command: GenerateCommand, max_model_len: int, max_positions: 
     return dataclasses.replace(params, seed=seed, max_tokens=budget, min_tokens=min(params.min_tokens, budget))
 
 
-def end_ids(params: SamplingParams, eos_ids: Collection[int]) -> frozenset[int]:
-    """Ids that end the answer."""
-    own = frozenset(params.stop_token_ids)
-    return own if params.ignore_eos else own.union(eos_ids)
-
-
 def _check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:

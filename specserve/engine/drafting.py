@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from specserve.core.plan import StepPlan, StepResult
-from specserve.core.protocols import DraftContext, Drafter, Matcher
+from specserve.core.protocols import DraftContext, Drafter
 from specserve.core.request import Request
 from specserve.core.tree import TokenTree
 from specserve.engine.faults import log_fault
 from specserve.engine.live import LiveRequest
+from specserve.guided.masks import longest_legal
 
 logger = logging.getLogger(__name__)
 
@@ -122,18 +123,4 @@ class Drafting:
                 break
         if live.matcher is None or not tree:
             return tree
-        return tree.truncate(_legal(live.matcher, tree.tokens))
-
-
-def _legal(matcher: Matcher, tokens: Sequence[int]) -> int:
-    """How many of the tokens the grammar accepts in a row; the matcher is left as it was."""
-    accepted = 0
-    try:
-        for token in tokens:
-            if matcher.terminated or not matcher.accept(token):
-                break
-            accepted += 1
-    finally:
-        if accepted:
-            matcher.rollback(accepted)
-    return accepted
+        return tree.truncate(longest_legal(live.matcher, tree.tokens))

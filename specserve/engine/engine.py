@@ -1,6 +1,6 @@
 """Engine: the loop that joins scheduler, drafter, executor and grammars. Runs in any one thread; knows no sockets.
 
-One step: grammars that are compiled -> drafts -> schedule -> forward (masks are filled meanwhile) -> sample -> judge
+One step: grammars that are compiled -> drafts -> schedule -> forward -> masks -> sample -> judge
 -> commit -> events. Whatever fails, every request it touches ends with exactly one terminal event and the loop goes on.
 """
 
@@ -21,7 +21,7 @@ from specserve.core.messages import (
 from specserve.core.plan import StepPlan
 from specserve.core.protocols import Drafter, Executor
 from specserve.core.request import Request, Status
-from specserve.engine.checks import EngineLimits, Vocabulary, check_params, check_prompt, end_ids, resolve_params
+from specserve.engine.checks import EngineLimits, Vocabulary, check_params, check_prompt, resolve_params
 from specserve.engine.compile import CompilePool, Compiler
 from specserve.engine.drafting import Controller, Drafting
 from specserve.engine.faults import log_fault
@@ -169,7 +169,7 @@ class Engine:
             status=Status.WAITING if guided is None else Status.COMPILING,
         )
         budget = params.max_tokens or 1
-        judge = Judge(params, self.vocabulary.token_bytes, end_ids(params, self.vocabulary.eos_ids), budget)
+        judge = Judge(params, self.vocabulary.token_bytes, params.end_ids(self.vocabulary.eos_ids), budget)
         live = LiveRequest(request, judge, command.report_speculation)
         if guided is not None and self._compiling is None:
             raise InvalidRequestError("guided: this engine has no grammar compiler", param="guided")

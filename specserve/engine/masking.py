@@ -1,4 +1,4 @@
-"""Grammar masks of a step, filled while the target's forward runs."""
+"""Grammar masks of a step: one row for each position that is sampled."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _flat(expr: Expr) -> Expr:
     """A repeated item as one choice of plain sequences where that stays small.
 
     The backend keeps such a loop inside one automaton and knows its mask beforehand; a choice nested deeper becomes a
-    rule of its own, and every token then has to be tried (a thousand times slower).
+    rule of its own, and every token then has to be tried.
     """
     branches = _branches(expr)
     return expr if branches is None else alt(branches)

@@ -170,10 +170,5 @@ def common(a: Ranges, b: Ranges) -> Ranges:
     return tuple(out)
 
 
-def subtract(a: Ranges, b: Ranges) -> Ranges:
-    """Characters of `a` that are not in `b`."""
-    return common(a, invert(b))
-
-
 ANY = Class(UNIVERSE)
 DIGIT = Class(((0x30, 0x39),))

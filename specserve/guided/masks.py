@@ -61,10 +61,12 @@ def fill_chain(matcher: Matcher, draft_tokens: Sequence[int], mask: Mask) -> Non
 def longest_legal(matcher: Matcher, draft_tokens: Sequence[int]) -> int:
     """How many leading draft tokens the grammar allows; the matcher is left as it was."""
     accepted = 0
-    for token in draft_tokens:
-        if not matcher.accept(token):
-            break
-        accepted += 1
-    if accepted:
-        matcher.rollback(accepted)
+    try:
+        for token in draft_tokens:
+            if not matcher.accept(token):
+                break
+            accepted += 1
+    finally:
+        if accepted:
+            matcher.rollback(accepted)
     return accepted

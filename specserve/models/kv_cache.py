@@ -38,11 +38,6 @@ class PagedKVCache:
         self.key: tuple[torch.Tensor, ...] = tuple(self._storage[0].unbind(0))
         self.value: tuple[torch.Tensor, ...] = tuple(self._storage[1].unbind(0))
 
-    @staticmethod
-    def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that one block takes over all layers, K and V together."""
-        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy block src to dst in every layer, for each (src, dst), in order."""
         for src, dst in pairs:

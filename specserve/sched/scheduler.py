@@ -172,7 +172,7 @@ class Scheduler:
     def _advance(self, request: Request, entry: ScheduledRequest, output: SampledTokens) -> None:
         emitted = output.token_ids
         accepted = min(output.num_accepted, len(emitted))
-        request.token_ids.extend(emitted)
+        request.append(emitted)
         self.kv.commit(request.kv, request.token_ids, len(entry.token_ids) - len(entry.draft) + accepted)
         request.num_computed = request.kv.target.committed
 

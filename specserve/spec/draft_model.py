@@ -14,7 +14,6 @@ from specserve.core.tree import EMPTY_TREE, TokenTree
 from specserve.guided.masks import allocate
 from specserve.kv.manager import KVManager, SequenceKV
 from specserve.kv.table import BlockTable
-from specserve.spec.ends import end_ids
 
 
 @dataclass(slots=True)
@@ -141,7 +140,7 @@ class DraftModelDrafter:
             if copies is not None:
                 if copies:
                     self._backend.copy(copies)
-                ends = end_ids(request, self._eos_ids)
+                ends = request.params.end_ids(self._eos_ids)
                 return _Draft(context, request.kv, request.kv.draft, size, fresh, ends, open=size > 0)
         return None
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from specserve.core.protocols import DraftContext
 from specserve.core.tree import EMPTY_TREE, TokenTree
 from specserve.guided.masks import longest_legal
-from specserve.spec.ends import cut_after_end, end_ids
+from specserve.spec.ends import cut_after_end
 
 
 class SuffixIndex:
@@ -73,7 +73,7 @@ class SuffixDrafter:
         if index is None or index.size > len(tokens):
             index = self._indexes[request.request_id] = SuffixIndex(self._shortest, self._longest)
         index.extend(tokens)
-        ends = end_ids(request, self._eos_ids)
+        ends = request.params.end_ids(self._eos_ids)
         for start in index.continuations(tokens):
             drafted = cut_after_end(copy_forward(tokens, start, context.budget), ends)
             if context.matcher is not None:

@@ -88,12 +88,11 @@ class StateTable:
 
     def _create(self, new: NewRequest) -> SamplingState:
         p = new.params
-        ends = set(p.stop_token_ids) if p.ignore_eos else self._eos_ids.union(p.stop_token_ids)
         state = SamplingState(
             params=p,
             seed=new.seed - 2**64 if new.seed >= 2**63 else new.seed,
             num_prompt_tokens=new.num_prompt_tokens,
-            end_ids=self._ids(sorted(ends)),
+            end_ids=self._ids(sorted(p.end_ids(self._eos_ids))),
             forbidden=self._forbidden(p),
         )
         if p.logit_bias:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
 
 
@@ -11,8 +12,19 @@ def test_shapes_and_bytes():
     cache = PagedKVCache(3, 5, 4, 2, 8, torch.bfloat16)
     assert len(cache.key) == len(cache.value) == 3
     assert all(t.shape == (5, 4, 2, 8) and t.is_contiguous() for t in (*cache.key, *cache.value))
+    info = ModelInfo(
+        num_layers=3,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        hidden_size=16,
+        vocab_size=32,
+        max_position=64,
+        dtype=torch.bfloat16,
+        name="",
+    )
     total = sum(t.numel() * t.element_size() for t in (*cache.key, *cache.value))
-    assert total == 5 * PagedKVCache.bytes_per_block(3, 4, 2, 8, torch.bfloat16)
+    assert total == 5 * info.kv_bytes_per_block(4)
     assert all(bool((t == 0).all()) for t in (*cache.key, *cache.value))
 
 
