@@ -14,6 +14,7 @@ from specserve.core.errors import ConfigError
 DTYPES = ("float32", "bfloat16")
 NUMERICS = ("invariant", "fast")
 METHODS = ("suffix", "draft_model")
+PREEMPTION = ("auto", "swap", "recompute")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -121,6 +122,11 @@ class EngineConfig:
         max_model_len: context limit; None for the model's own.
         threads: CPU threads; None for all cores.
         prefix_cache: reuse KV of equal prefixes within a namespace.
+        preemption: what happens to the KV of a request that gives way: "swap" to host memory, "recompute" later, or
+            "auto", whichever the measured costs say is faster.
+        swap_memory: bytes of host memory for swapped KV, of target and draft together; 0 never swaps.
+        target_itl_ms: inter-token latency that prompt chunks must leave to those that decode, in milliseconds; None
+            keeps a step with chunks within twice what a step without them takes, 0 fills max_batched_tokens always.
     """
 
     model: str = "demo"
@@ -136,6 +142,9 @@ class EngineConfig:
     max_model_len: int | None = None
     threads: int | None = None
     prefix_cache: bool = True
+    preemption: str = "auto"
+    swap_memory: int = 512 * 2**20
+    target_itl_ms: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -155,6 +164,21 @@ class EngineConfig:
             _whole("max_model_len", self.max_model_len, 2, 2**31 - 1)
         if self.threads is not None:
             _whole("threads", self.threads, 1, 1024)
+        self._check_policies()
+
+    def _check_policies(self) -> None:
+        _one_of("preemption", self.preemption, PREEMPTION)
+        if self.swap_memory != 0 or isinstance(self.swap_memory, (bool, float)):
+            object.__setattr__(self, "swap_memory", parse_bytes(self.swap_memory, "swap_memory"))
+        if self.preemption == "swap" and self.swap_memory == 0:
+            raise ConfigError('swap_memory: preemption "swap" needs host memory; give some', param="swap_memory")
+        target = self.target_itl_ms
+        if target is not None and (
+            isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 <= target <= 60_000
+        ):
+            raise ConfigError(
+                f"target_itl_ms: {target!r} must be a number of milliseconds from 0 to 60000", param="target_itl_ms"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
