@@ -2,7 +2,10 @@
 
 For every accepted GenerateCommand the events of its request id are, in order: at most one QueuedEvent, one
 StartedEvent, any ProgressEvents and DeltaEvents, and exactly one terminal event (FinishedEvent or FailedEvent).
-A refused command gives one FailedEvent alone.
+A refused command gives one FailedEvent alone. A request of several sequences (params.num_sequences > 1: n, best_of,
+beams) also gives one ChoiceFinishedEvent for each choice that it returns, after that choice's deltas and before the
+FinishedEvent; choices of n stream side by side, those of best_of and of beams come whole, best first, at the end. One
+that is cancelled or fails gives none for choices that had not ended.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class Usage:
     """Token counts of one request, complete in its terminal event.
 
     Attributes:
-        completion_tokens: tokens generated, those of a matched stop text and the end token included.
+        completion_tokens: tokens generated, those of a matched stop text and the end token included; of all sequences
+            of best_of, and of the returned hypotheses of a beam search.
         cached_tokens: prompt tokens that a prefix hit saved.
         drafted, accepted, rejected: draft tokens; drafted = accepted + rejected.
         by_source: drafter name -> (drafted, accepted).
@@ -108,7 +112,8 @@ class ProgressEvent:
 class DeltaEvent:
     """New output. Text, ids and logprobs are withheld and trimmed together around stop texts and split characters.
 
-    `token_ids` may be longer or shorter than `text` suggests for one event; over a whole request they agree.
+    `token_ids` may be longer or shorter than `text` suggests for one event; over a whole choice they agree.
+    `index` is the choice, 0 for a request with one.
     """
 
     request_id: str
@@ -116,11 +121,32 @@ class DeltaEvent:
     text: str
     logprobs: tuple[PositionLogprobs, ...] = ()
     speculation: tuple[SpeculationStep, ...] = ()
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinishedEvent:
+    """Not terminal: one choice of a request of several sequences has ended.
+
+    Attributes:
+        finish_reason: "stop", "length" or "cancelled".
+        seed: gives this choice again as a request of one (beams: the request's own).
+        score: what choices were ranked by: mean log probability (best_of) or length-normalised sum (beams); None for n.
+    """
+
+    request_id: str
+    index: int
+    finish_reason: str
+    seed: int
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """Terminal. `finish_reason` is "stop" (end token, stop text or grammar's end), "length" or "cancelled"."""
+    """Terminal. `finish_reason` is "stop" (end token, stop text or grammar's end), "length" or "cancelled".
+
+    Of several choices: "length" where one of those returned ended so, else "stop".
+    """
 
     request_id: str
     finish_reason: str
@@ -151,9 +177,12 @@ class EngineStats:
     kv_blocks_used: int = 0
     draft_kv_blocks: int = 0
     draft_kv_blocks_used: int = 0
+    host_kv_blocks: int = 0
+    host_kv_blocks_used: int = 0
+    swapped: int = 0
     counters: dict[str, float] = field(default_factory=dict)
 
 
 Command = GenerateCommand | AbortCommand
-Event = QueuedEvent | StartedEvent | ProgressEvent | DeltaEvent | FinishedEvent | FailedEvent
+Event = QueuedEvent | StartedEvent | ProgressEvent | DeltaEvent | ChoiceFinishedEvent | FinishedEvent | FailedEvent
 TERMINAL = (FinishedEvent, FailedEvent)

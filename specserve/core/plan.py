@@ -74,8 +74,9 @@ class StepPlan:
         requests: rows in the order in which they are computed.
         added: sampling states to create before the step; an id seen again replaces the older state.
         removed: ids whose sampling state is dropped before the step (finished, aborted, preempted).
-        copies, swap_out, swap_in: KV moves, run in the order swap_out, swap_in, copies before the forward; both
-            ends stay referenced until `commit`.
+        copies, swap_out, swap_in: KV moves, run in the order swap_out, swap_in, copies before the forward. Blocks that
+            swap_out read may already belong to another request of the same plan; the host slots that swap_in reads
+            and both ends of the copies stay referenced until `commit`. A plan may hold moves and no requests.
     """
 
     step: int
@@ -115,6 +116,8 @@ class SampledTokens:
             no row was sampled. The engine cuts it where the answer ends, before `commit`.
         num_drafted, num_accepted: of the draft; num_accepted <= num_drafted.
         logprobs: one entry a token of token_ids where the request asked for them, else empty.
+        candidates: of a beam (params.beams): one entry a sampled row, with the best continuations in top_ids; its
+            token_id is -1. token_ids is empty as it leaves the executor: the engine chooses.
         error: why this request alone cannot go on (its options leave no token to choose), or None. token_ids is
             empty then, and the engine ends the request as failed.
     """
@@ -125,6 +128,7 @@ class SampledTokens:
     num_drafted: int = 0
     num_accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    candidates: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
 
 

@@ -35,6 +35,21 @@ _TRANSITIONS: dict[Status, frozenset[Status]] = {
 _BUMPS_EPOCH = frozenset({Status.PREEMPTED, Status.SWAPPED, Status.FINISHED})
 
 
+class Family:
+    """Sequences that begin with the same prompt and share its KV: the choices of one request, or its beams.
+
+    Attributes:
+        members: live ones, in order of index.
+        in_step: beams: none goes on before all have computed their last token, and all give way together.
+    """
+
+    __slots__ = ("in_step", "members")
+
+    def __init__(self, *, in_step: bool = False) -> None:
+        self.in_step = in_step
+        self.members: list[Request] = []
+
+
 class Request:
     """One sequence being generated.
 
@@ -45,24 +60,29 @@ class Request:
         params: sampling parameters, with `seed` filled in.
         namespace: prefix-cache namespace (authenticated tenant, model, adapter).
         priority: lower runs first under the priority policy.
-        arrival: order of arrival; unique, increasing.
+        arrival: order of arrival; increasing, unique but for the members of one family.
+        family, index: the sequences that it shares its prompt with (None: it is alone), and its number among them.
+        places: running requests that it counts as: a beam search keeps room for its beams from the start.
         num_computed: tokens whose KV is in the target's cache (committed).
         num_cached: of the prompt, tokens that a prefix hit gave when it first ran.
         draft: pending draft for the next step; dropped by preemption.
         epoch: bumped by each preemption and by the end; results of an older epoch are dropped.
-        kv: the manager's SequenceKV while it owns blocks, else None.
+        kv: the manager's SequenceKV while it owns blocks (or host slots), else None.
     """
 
     __slots__ = (
         "arrival",
         "draft",
         "epoch",
+        "family",
+        "index",
         "kv",
         "namespace",
         "num_cached",
         "num_computed",
         "num_prompt_tokens",
         "params",
+        "places",
         "priority",
         "request_id",
         "seed",
@@ -81,6 +101,8 @@ class Request:
         priority: int = 0,
         arrival: int = 0,
         status: Status = Status.WAITING,
+        family: Family | None = None,
+        index: int = 0,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -91,6 +113,9 @@ class Request:
         self.priority = priority
         self.arrival = arrival
         self.status = status
+        self.family = family
+        self.index = index
+        self.places = 1
         self.num_computed = 0
         self.num_cached = 0
         self.draft: TokenTree = EMPTY_TREE
@@ -113,6 +138,11 @@ class Request:
     def ready_to_draft(self) -> bool:
         """Running, and only its last token is not in the KV cache yet."""
         return self.status is Status.RUNNING and self.num_computed == self.num_tokens - 1
+
+    @property
+    def parked(self) -> bool:
+        """A beam whose last token is computed: it waits for the other beams, then is told how to go on."""
+        return self.family is not None and self.family.in_step and self.num_computed == len(self.token_ids)
 
     def append(self, tokens: tuple[int, ...]) -> None:
         self.token_ids.extend(tokens)

@@ -15,6 +15,8 @@ MAX_STOP_CHARS = 1024
 MAX_ID_LIST = 4096
 GUIDED_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 SPECULATION_KEYS = ("num_speculative_tokens",)
+MAX_CHOICES = 64
+MAX_BEAMS = 16
 
 
 def _fail(name: str, message: str) -> InvalidRequestError:
@@ -66,6 +68,12 @@ class SamplingParams:
             {"choice": [texts]}, {"grammar": ebnf or {"name": of a shipped grammar}}; optional "whitespace": "compact".
             Not together with stop or stop_token_ids, which would cut the value short.
         speculation: None as the engine is configured, False off, {"num_speculative_tokens": n} a cap.
+        n: choices to return (1..64), each with its own seed (`choice_seed`); with beams, the n best hypotheses.
+        best_of: choices to generate (n..64), of which the n with the highest mean log probability are returned.
+        beam_width: beam search over so many hypotheses (1..16; 1 is greedy) instead of sampling; temperature must be 0.
+        length_penalty: a finished hypothesis scores sum of log probabilities / length ** length_penalty (-10..10).
+        early_stopping: True ends when `beam_width` hypotheses are finished; False when no running one is expected to
+            beat the worst of them at its present length; "never" only when none could at any length.
     """
 
     max_tokens: int | None = 64
@@ -88,9 +96,15 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     banned_token_ids: tuple[int, ...] = ()
     speculation: bool | Mapping[str, Any] | None = None
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        self._check_choices()
         self._check_lists()
         self._check_guided()
         self._check_speculation()
@@ -112,6 +126,21 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def beams(self) -> int:
+        """Hypotheses of a beam search; 0 without one."""
+        return self.beam_width if self.beam_width is not None and self.beam_width > 1 else 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for this request at once, at most."""
+        return self.beams or self.best_of or self.n
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -141,6 +170,25 @@ class SamplingParams:
         self._set("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 10.0))
         if not isinstance(self.ignore_eos, bool):
             raise _fail("ignore_eos", "must be true or false")
+
+    def _check_choices(self) -> None:
+        _integer("n", self.n, 1, MAX_CHOICES)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1, MAX_CHOICES)
+            if self.best_of < self.n:
+                raise _fail("best_of", f"is {self.best_of}, less than n ({self.n})")
+        self._set("length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0))
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise _fail("early_stopping", 'must be true, false or "never"')
+        if self.beam_width is None:
+            return
+        _integer("beam_width", self.beam_width, 1, MAX_BEAMS)
+        if self.best_of is not None:
+            raise _fail("best_of", "chooses among samples; beam_width does so among hypotheses: give one of them")
+        if self.n > self.beam_width:
+            raise _fail("n", f"is {self.n}, more than beam_width ({self.beam_width})")
+        if self.temperature != 0.0:
+            raise _fail("temperature", "must be 0 with beam_width: beam search looks for the most likely answer")
 
     def _check_lists(self) -> None:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -208,3 +256,19 @@ class SamplingParams:
             cap = self.speculation.get("num_speculative_tokens")
             return int(cap) if cap is not None else None
         return None
+
+
+_MASK = 2**64 - 1
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Seed of choice `index` of a request with `seed`: choice 0 keeps it, the others mix it (SplitMix64's finaliser).
+
+    A request of one choice with this seed gives that choice again.
+    """
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

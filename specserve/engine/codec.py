@@ -17,6 +17,7 @@ import msgspec
 from specserve.core.errors import InvalidRequestError, SpecserveError
 from specserve.core.messages import (
     AbortCommand,
+    ChoiceFinishedEvent,
     Command,
     DeltaEvent,
     EngineStats,
@@ -33,7 +34,15 @@ from specserve.core.sampling import SamplingParams
 VERSION = 1
 COMMANDS, EVENTS, STATS, PROGRESS, READY, FAILED = b"C", b"E", b"S", b"P", b"R", b"F"
 
-_EVENT_TYPES = (QueuedEvent, StartedEvent, ProgressEvent, DeltaEvent, FinishedEvent, FailedEvent)
+_EVENT_TYPES = (
+    QueuedEvent,
+    StartedEvent,
+    ProgressEvent,
+    DeltaEvent,
+    ChoiceFinishedEvent,
+    FinishedEvent,
+    FailedEvent,
+)
 _DECODERS: dict[str, Any] = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (*_EVENT_TYPES, AbortCommand)}
 _LIST = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
 _STATS = msgspec.msgpack.Decoder(EngineStats)
