@@ -33,11 +33,19 @@ class Backend(Protocol):
         """An engine runs and takes commands at once."""
 
     @property
+    def stalled(self) -> bool:
+        """Requests wait and none has advanced for long (see engine.watchdog). Commands are taken all the same."""
+
+    @property
+    def stall_reason(self) -> str | None:
+        """One sentence with numbers while it is stalled, else None."""
+
+    @property
     def info(self) -> dict[str, Any]:
         """Facts of the running engine: max_model_len, vocab_size, numerics, ..."""
 
     def stats(self) -> EngineStats:
-        """The latest figures."""
+        """The latest figures; the counter engine_stalled is 1 while it is stalled."""
 
     def close(self) -> None:
         """End the engine; requests still open fail. Blocks; idempotent."""

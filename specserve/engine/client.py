@@ -38,6 +38,16 @@ class AsyncEngineClient:
         return self._backend.ready
 
     @property
+    def stalled(self) -> bool:
+        """Requests wait and none has advanced for long. Submits and aborts are taken all the same."""
+        return self._backend.stalled
+
+    @property
+    def stall_reason(self) -> str | None:
+        """One sentence with numbers while it is stalled, else None."""
+        return self._backend.stall_reason
+
+    @property
     def info(self) -> dict[str, Any]:
         """Facts of the running engine: max_model_len, vocab_size, numerics."""
         return self._backend.info

@@ -31,13 +31,12 @@ from specserve.engine.masking import fill_masks
 from specserve.engine.metrics import Metrics
 from specserve.engine.registry import Registry
 from specserve.engine.settle import Settled, settle
+from specserve.engine.watchdog import IDLE_POLL, Watchdog
 from specserve.kv.manager import KVManager
 from specserve.sched.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-STALL_WARNING = 10.0  # seconds in which nothing runs though requests wait
 COMPILE_POLL = 0.005  # seconds between looks at compilations where nothing else is to do
-STALL_POLL = 0.01
 
 
 class Engine:
@@ -69,6 +68,7 @@ class Engine:
         self.scheduler = scheduler
         self.kv = kv
         self.metrics = Metrics()
+        self.watchdog = Watchdog()
         self._executor = executor
         self._drafting = Drafting(drafter, controller, limits.num_speculative_tokens, vocabulary.vocab_size)
         self._compiling: CompilePool | None = None
@@ -81,7 +81,6 @@ class Engine:
             )
         self._live = Registry(self.metrics, vocabulary.token_bytes, limits.numerics, self._drop)
         self._arrivals = 0
-        self._stalled_since: float | None = None
         self._closed = False
 
     @property
@@ -91,10 +90,10 @@ class Engine:
 
     def pause(self) -> float | None:
         """Seconds that the loop may wait for commands before the next step; None for as long as it likes."""
-        if self._live.events or (self.scheduler.has_work and self._stalled_since is None):
+        if self._live.events or (self.scheduler.has_work and not self.watchdog.idle):
             return 0.0
         if self.scheduler.has_work:
-            return STALL_POLL
+            return IDLE_POLL
         return COMPILE_POLL if self._live else None
 
     def handle(self, command: Command) -> None:
@@ -114,6 +113,8 @@ class Engine:
         self._admit_compiled()
         if self.scheduler.has_work:
             self._run()
+        else:
+            self.watchdog.rest()
         return self._live.fetch()
 
     def fail_all(self, error: BaseException) -> list[Event]:
@@ -125,7 +126,8 @@ class Engine:
     def stats(self) -> EngineStats:
         usage = self.kv.usage()
         metrics = self.metrics
-        metrics.set("engine_stalled", float(self._stalled_since is not None))
+        for name, value in self.watchdog.gauges().items():
+            metrics.set(name, value)
         metrics.set("drafter_faults_total", self._drafting.faults)
         metrics.set("num_preemptions_total", self.scheduler.num_preemptions)
         return EngineStats(
@@ -231,6 +233,7 @@ class Engine:
                 raise SpecserveError("the executor's outputs are not those of its plan")
             settled = settle(plan, result, self._live, failed, self.vocabulary.token_bytes)
             self.scheduler.commit(plan, settled.result)
+            self.watchdog.stepped(plan, settled.result)
         except Exception as error:
             self._fail_plan(plan, error)
             return
@@ -278,15 +281,4 @@ class Engine:
                 self._live.started(live)
             else:
                 self._live.queued(live)
-        self._watch(plan)
-
-    def _watch(self, plan: StepPlan | None) -> None:
-        """Requests wait though nothing runs: shown in the counters, and said once."""
-        now = time.monotonic()
-        if plan is not None:
-            self._stalled_since = None
-        elif self._stalled_since is None:
-            self._stalled_since = now
-        elif now - self._stalled_since > STALL_WARNING:
-            logger.warning("%d requests wait and nothing runs", len(self._live))
-            self._stalled_since = now
+        self.watchdog.scheduled(plan)

@@ -29,7 +29,13 @@ def run_loop(
         Exception: the engine's own state is at fault, several times in a row.
     """
     faults = 0
-    while (commands := receive(engine.pause())) is not None:
+    while True:
+        pause = engine.pause()
+        engine.watchdog.wait(pause)
+        commands = receive(pause)
+        if commands is None:
+            return
+        engine.watchdog.turn()
         try:
             for command in commands:
                 engine.handle(command)

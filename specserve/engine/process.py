@@ -2,7 +2,8 @@
 
 One thread of the parent talks to the child. If the child dies, each request that was sent to it fails with one typed
 error, the child is started again, and commands given meanwhile wait for it. If it dies again and again, or cannot
-start, everything that waits fails and so does every later command.
+start, everything that waits fails and so does every later command. A child that lives but does not advance is reported
+as stalled and left alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from specserve.engine import codec
 from specserve.engine.backend import Deliver
 from specserve.engine.child_process import ChildProcess
 from specserve.engine.ledger import Ledger
+from specserve.engine.watchdog import STALL_SECONDS, Alarm, ChildWatch
 
 logger = logging.getLogger(__name__)
 LAST_WORDS_MS = 20
@@ -37,18 +39,21 @@ BUILDER = "specserve.cluster.build:build_engine"
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When to give up.
+    """When to give up, and when to say that nothing advances.
 
     Attributes:
         max_deaths: so many deaths within `window` seconds are followed by a new start; one more is the last.
         backoff: seconds before the second start within the window; doubled for each further one.
         grace: seconds that a child has to end by itself.
+        stall: seconds without progress or word, while requests wait, after which the child counts as stalled; above
+            the interval of its stats (0.5 s). It is not killed: that would fail its requests, and it may be only slow.
     """
 
     max_deaths: int = 4
     window: float = 120.0
     backoff: float = 0.5
     grace: float = 5.0
+    stall: float = STALL_SECONDS
 
 
 class EngineProcess:
@@ -68,6 +73,8 @@ class EngineProcess:
         self._policy = policy or RestartPolicy()
         self._deliver: Deliver = lambda events: None
         self._ledger = Ledger()
+        self._watch = ChildWatch()
+        self._alarm = Alarm(self._policy.stall, lambda: self._watch.lull(), self._ledger.__len__)
         self._lock = threading.Lock()  # guards _unsent and _end together with the ledger's openings
         self._unsent: deque[tuple[Command, bytes]] = deque()
         self._end: str | None = None  # why no command is taken any more
@@ -121,12 +128,20 @@ class EngineProcess:
         return self._ready
 
     @property
+    def stalled(self) -> bool:
+        return self._alarm.reason() is not None
+
+    @property
+    def stall_reason(self) -> str | None:
+        return self._alarm.reason()
+
+    @property
     def info(self) -> dict[str, Any]:
         """Also `pid`, the child's."""
         return dict(self._info)
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return self._alarm.mark(self._stats)
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -193,15 +208,20 @@ class EngineProcess:
             poller.register(child.socket, zmq.POLLIN)
             poller.register(self._wake_read, zmq.POLLIN)
             while not self._closing and not child.dead and failure is None:
-                poller.poll()
+                due = self._alarm.due()
+                poller.poll(None if due is None else int(due * 1000) + 1)
                 self._drain_wakes()
                 failure = self._receive(child)
                 self._flush(child)
+                self._watch.owes(self._ready and len(self._ledger) > 0)
+                self._alarm.reason()
             # What it said last may still be on its way.
             while not self._closing and failure is None and child.socket.poll(LAST_WORDS_MS):
                 failure = self._receive(child)
         finally:
             self._ready = False
+            self._watch = ChildWatch()
+            self._alarm.reason()
             child.close(self._policy.grace)
         how = child.how_it_ended()
         if not self._closing and failure is None:
@@ -246,6 +266,7 @@ class EngineProcess:
                 self._deliver(self._ledger.pass_on(codec.decode_events(body)))
             elif tag == codec.STATS:
                 self._stats = codec.decode_stats(body)
+                self._watch.heard(self._stats)
             elif tag == codec.READY:
                 self._info = codec.unpack_body(body)
                 self._ready = True

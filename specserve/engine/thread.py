@@ -16,6 +16,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.faults import describe
 from specserve.engine.ledger import Ledger
 from specserve.engine.loop import run_loop
+from specserve.engine.watchdog import STALL_SECONDS, Alarm, Lull
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,14 @@ class EngineThread:
 
     Args:
         build: makes the engine; called once, in the thread.
+        stall: seconds without progress that count as a stall. The log tells of a loop that hangs when somebody asks.
     """
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(self, build: Callable[[], Engine], *, stall: float = STALL_SECONDS) -> None:
         self._build = build
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._ledger = Ledger()
+        self._alarm = Alarm(stall, self._lull, self._ledger.__len__)
         self._deliver: Deliver = lambda events: None
         self._built = threading.Event()
         self._engine: Engine | None = None
@@ -73,6 +76,14 @@ class EngineThread:
         return self._engine is not None and not self._stopping
 
     @property
+    def stalled(self) -> bool:
+        return self._alarm.reason() is not None
+
+    @property
+    def stall_reason(self) -> str | None:
+        return self._alarm.reason()
+
+    @property
     def info(self) -> dict[str, Any]:
         engine = self._engine
         return engine_info(engine) if engine is not None else {}
@@ -86,7 +97,7 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         engine = self._engine
-        return engine.stats() if engine is not None else EngineStats()
+        return self._alarm.mark(engine.stats()) if engine is not None else EngineStats()
 
     def close(self) -> None:
         with self._lock:
@@ -119,7 +130,12 @@ class EngineThread:
             self._build = _built_already
             self._deliver(self._ledger.fail(EngineDeadError(end)))
 
+    def _lull(self) -> Lull | None:
+        engine = self._engine
+        return engine.watchdog.lull() if engine is not None else None
+
     def _receive(self, pause: float | None) -> Sequence[Command] | None:
+        self._alarm.reason()  # tells of the loop's own stalls, and that one is over
         commands: list[Command] = []
         while True:
             try:

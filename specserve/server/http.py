@@ -96,14 +96,23 @@ async def live(request: Request, state: ServerState) -> Response:
 
 
 async def ready(request: Request, state: ServerState) -> Response:
-    """200 while requests are served: the engine runs and the server does not stop."""
+    """200 while requests are served: the engine runs and advances, and the server does not stop."""
     if state.draining:
         return json_response({"status": "stopping"}, 503)
-    return json_response({"status": "ready"}) if state.client.ready else json_response({"status": "starting"}, 503)
+    if not state.client.ready:
+        return json_response({"status": "starting"}, 503)
+    reason = state.stall_reason
+    if reason is not None:
+        return json_response({"status": "stalled", "reason": reason}, 503)
+    return json_response({"status": "ready"})
 
 
 async def show_metrics(request: Request, state: ServerState) -> Response:
-    server = {"connections": float(len(state.connections)), "active_responses": float(state.active)}
+    server = {
+        "connections": float(len(state.connections)),
+        "active_responses": float(state.active),
+        "engine_stalled": float(state.stall_reason is not None),
+    }
     text = metrics.render(await state.stats(), server)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 

@@ -12,7 +12,10 @@ _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 
 
 def render(stats: EngineStats, server: dict[str, float]) -> str:
-    """One line a sample, one TYPE line a metric; names that end in _total are counters."""
+    """One line a sample, one TYPE line a metric; names that end in _total are counters.
+
+    What the server says itself goes before the engine's word: readiness and engine_stalled never differ.
+    """
     values: dict[str, float] = {
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.waiting,
@@ -21,8 +24,8 @@ def render(stats: EngineStats, server: dict[str, float]) -> str:
         "draft_kv_blocks": stats.draft_kv_blocks,
         "draft_kv_blocks_used": stats.draft_kv_blocks_used,
         "kv_cache_usage_ratio": stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0,
-        **server,
         **stats.counters,
+        **server,
     }
     return "\n".join(_lines(values)) + "\n"
 

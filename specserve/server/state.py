@@ -63,6 +63,12 @@ class ServerState:
         """Responses that have not ended, over all connections."""
         return sum(connection.active for connection in self.connections)
 
+    @property
+    def stall_reason(self) -> str | None:
+        """One sentence with numbers while the engine is stalled, else None; a client that cannot tell never is."""
+        reason: str | None = getattr(self.client, "stall_reason", None)
+        return reason
+
     async def abort(self, request_id: str) -> None:
         await _settle(self.client.abort(request_id))
 
