@@ -6,11 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from specserve.core.messages import DeltaEvent, Event, ProgressEvent
+from specserve.core.messages import ChoiceFinishedEvent, DeltaEvent, Event, ProgressEvent
 
 
 def merge(deltas: Sequence[DeltaEvent]) -> DeltaEvent:
-    """One delta that says what several in a row say."""
+    """One delta that says what several of one choice in a row say."""
     first = deltas[0]
     if len(deltas) == 1:
         return first
@@ -20,14 +20,16 @@ def merge(deltas: Sequence[DeltaEvent]) -> DeltaEvent:
         "".join(delta.text for delta in deltas),
         tuple(entry for delta in deltas for entry in delta.logprobs),
         tuple(step for delta in deltas for step in delta.speculation),
+        first.index,
     )
 
 
 class Mailbox:
     """Events of one request. One thread puts, one consumer takes.
 
-    What a slow consumer finds is bounded by its output's length: deltas that wait are merged into one when they are
-    taken, and of progress only the latest is kept.
+    What a slow consumer finds is bounded by its output's length: deltas of one choice that wait are merged into one
+    when they are taken, and of progress only the latest is kept. Events of one choice keep their order. A delta may
+    overtake events of other choices (they stream side by side), never an event of the whole request.
 
     Args:
         notify: called, by the thread that puts, after each put.
@@ -35,28 +37,46 @@ class Mailbox:
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
-        self._events: deque[Event] = deque()
+        self._waiting: deque[Event | list[DeltaEvent]] = deque()
+        self._growing: dict[int, list[DeltaEvent]] = {}  # choice -> its entry of `_waiting` that takes more deltas
         self._lock = threading.Lock()
 
     def put(self, event: Event) -> None:
         with self._lock:
-            if isinstance(event, ProgressEvent) and self._events and isinstance(self._events[-1], ProgressEvent):
-                self._events.pop()
-            self._events.append(event)
+            if isinstance(event, DeltaEvent):
+                self._put_delta(event)
+            else:
+                self._put_other(event)
         self._notify()
 
     def take(self) -> Event | None:
         """The next event, or None."""
         with self._lock:
-            if not self._events:
+            if not self._waiting:
                 return None
-            event = self._events.popleft()
-            if not isinstance(event, DeltaEvent):
-                return event
-            deltas = [event]
-            while self._events and isinstance(self._events[0], DeltaEvent):
-                deltas.append(self._events.popleft())  # type: ignore[arg-type]
-        return merge(deltas)
+            entry = self._waiting.popleft()
+            if not isinstance(entry, list):
+                return entry
+            if self._growing.get(entry[0].index) is entry:
+                del self._growing[entry[0].index]
+        return merge(entry)
+
+    def _put_delta(self, event: DeltaEvent) -> None:
+        entry = self._growing.get(event.index)
+        if entry is None:
+            entry = self._growing[event.index] = []
+            self._waiting.append(entry)
+        entry.append(event)
+
+    def _put_other(self, event: Event) -> None:
+        if isinstance(event, ChoiceFinishedEvent):
+            self._growing.pop(event.index, None)
+        else:
+            self._growing.clear()
+        last = self._waiting[-1] if self._waiting else None
+        if isinstance(event, ProgressEvent) and isinstance(last, ProgressEvent):
+            self._waiting.pop()
+        self._waiting.append(event)
 
 
 class Mailboxes:
