@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specserve.core.messages import DeltaEvent, Event, FailedEvent, FinishedEvent, PositionLogprobs, Usage
+from specserve.core.messages import (
+    ChoiceFinishedEvent,
+    DeltaEvent,
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    PositionLogprobs,
+    Usage,
+)
+from specserve.server.choices import Choice, Choices
 from specserve.server.codec import dumps
 from specserve.server.events import error_object, logprob_objects, speculation_usage
 from specserve.server.fields import flag, mapping, metadata, only, refuse, text, whole, wrong
@@ -16,8 +25,6 @@ from specserve.server.sampling import DIRECT, guided, renamed, sampling_params
 
 IGNORED = ("user", "safety_identifier", "prompt_cache_key", "store", "parallel_tool_calls")
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
@@ -37,7 +44,6 @@ CHAT = frozenset(
     (*SHARED, "messages", "max_completion_tokens", "top_logprobs", "response_format", "structured_outputs", "metadata")
 )
 COMPLETION = frozenset((*SHARED, "prompt", "response_format", "structured_outputs"))
-FINISH = {"stop": "stop", "length": "length"}
 
 
 def parse_chat(values: Mapping[str, Any], limits: Limits, model: str) -> CreateRequest:
@@ -106,22 +112,23 @@ class ChatView:
     def __init__(self, name: str, request: CreateRequest, model: str, created: int) -> None:
         self._head = {"id": name, "created": created, "model": model}
         self._request = request
-        self._text: list[str] = []
-        self._logprobs: list[PositionLogprobs] = []
-        self._reason: str | None = None
+        self._several = request.params.num_sequences > 1
+        self._choices = Choices()
         self._end: FinishedEvent | None = None
 
     def open(self) -> list[bytes]:
-        return [self._chunk({"delta": {"role": "assistant", "content": ""}})]
+        # Which of several comes first is the engine's to say.
+        return [] if self._several else self._begin(0)
 
     def feed(self, event: Event) -> list[bytes]:
         if isinstance(event, DeltaEvent):
-            self._text.append(event.text)
-            self._logprobs.extend(event.logprobs)
-            return [self._chunk(self._piece(event))] if event.text or event.logprobs else []
+            return self._delta(event)
+        if isinstance(event, ChoiceFinishedEvent):
+            return [*self._begin(event.index), *self._finish(event.index, event)]
         if isinstance(event, FinishedEvent):
-            self._end, self._reason = event, FINISH.get(event.finish_reason, "stop")
-            return [self._chunk(self._last()), *self._usage_chunk()]
+            self._end = event
+            last = [] if self._several else [*self._begin(0), *self._finish(0, event)]
+            return [*last, *self._usage_chunk()]
         if isinstance(event, FailedEvent):
             param = renamed(event.param, self._request.names)
             return [_data({"error": error_object(event.code, event.message, param, event.status)})]
@@ -134,8 +141,22 @@ class ChatView:
         return [b"data: [DONE]\n\n"]
 
     def result(self) -> dict[str, Any]:
-        choice = {"index": 0, **self._whole(), "finish_reason": self._reason}
-        return {"object": self.kind, **self._head, "choices": [choice], **self._tail()}
+        choices = [{"index": c.index, **self._whole(c), **c.last} for c in self._choices.all()]
+        return {"object": self.kind, **self._head, "choices": choices, **self._tail()}
+
+    def _delta(self, event: DeltaEvent) -> list[bytes]:
+        out = self._begin(event.index)
+        self._choices[event.index].add(event)
+        if event.text or event.logprobs:
+            out.append(self._chunk(event.index, self._piece(event)))
+        return out
+
+    def _begin(self, index: int) -> list[bytes]:
+        return [chunk for choice in self._choices.begin(index) for chunk in self._first(choice)]
+
+    def _finish(self, index: int, event: ChoiceFinishedEvent | FinishedEvent) -> list[bytes]:
+        choice = self._choices[index]
+        return [self._chunk(index, {**self._last(), **choice.last})] if choice.finish(event) else []
 
     def _tail(self) -> dict[str, Any]:
         if self._end is None:
@@ -147,21 +168,25 @@ class ChatView:
             return []
         return [_data({"object": self.chunk_kind, **self._head, "choices": [], **self._tail()})]
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        value = {"object": self.chunk_kind, **self._head, "choices": [{"index": 0, "finish_reason": None, **choice}]}
+    def _chunk(self, index: int, choice: dict[str, Any]) -> bytes:
+        choices = [{"index": index, "finish_reason": None, **choice}]
+        value = {"object": self.chunk_kind, **self._head, "choices": choices}
         return _data({**value, "usage": None} if self._request.include_usage else value)
+
+    def _first(self, choice: Choice) -> list[bytes]:
+        return [self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}})]
 
     def _piece(self, event: DeltaEvent) -> dict[str, Any]:
         logprobs = {"content": logprob_objects(event.logprobs)} if event.logprobs else None
         return {"delta": {"content": event.text}, "logprobs": logprobs}
 
     def _last(self) -> dict[str, Any]:
-        return {"delta": {}, "finish_reason": self._reason}
+        return {"delta": {}}
 
-    def _whole(self) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(self._text), "refusal": None}
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
         asked = self._request.params.logprobs is not None
-        return {"message": message, "logprobs": {"content": logprob_objects(self._logprobs)} if asked else None}
+        return {"message": message, "logprobs": {"content": logprob_objects(choice.logprobs)} if asked else None}
 
 
 class CompletionView(ChatView):
@@ -169,19 +194,19 @@ class CompletionView(ChatView):
 
     kind = chunk_kind = "text_completion"
 
-    def open(self) -> list[bytes]:
+    def _first(self, choice: Choice) -> list[bytes]:
         return []
 
     def _piece(self, event: DeltaEvent) -> dict[str, Any]:
         return {"text": event.text, "logprobs": self._columns(event.logprobs)}
 
     def _last(self) -> dict[str, Any]:
-        return {"text": "", "logprobs": None, "finish_reason": self._reason}
+        return {"text": "", "logprobs": None}
 
-    def _whole(self) -> dict[str, Any]:
-        return {"text": "".join(self._text), "logprobs": self._columns(self._logprobs)}
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        return {"text": "".join(choice.text), "logprobs": self._columns(choice.logprobs)}
 
-    def _columns(self, positions: Any) -> dict[str, Any] | None:
+    def _columns(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
         if self._request.params.logprobs is None:
             return None
         return {

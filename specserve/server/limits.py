@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.core.config import ServerConfig
+from specserve.core.sampling import MAX_BEAMS, MAX_CHOICES
 
 MAX_DEPTH = 128  # levels of nested objects and arrays in one message
 MAX_STREAM_ID = 128  # characters
@@ -18,7 +19,7 @@ class Limits:
 
     Attributes:
         message_bytes: largest frame or HTTP body.
-        responses: active responses at once on one connection.
+        responses: active responses at once on one connection; one of many choices counts once.
         output_buffer_bytes: unsent output held for a client that reads slowly.
         slow_client_seconds: how long that buffer may stay full before the connection is closed.
         heartbeat_seconds: longest silence of a live response.
@@ -56,4 +57,6 @@ class Limits:
             "heartbeat_seconds": self.heartbeat_seconds,
             "max_model_len": self.model_len,
             "max_json_depth": MAX_DEPTH,
+            "max_n": MAX_CHOICES,
+            "max_beam_width": MAX_BEAMS,
         }

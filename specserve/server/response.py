@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specserve.core.errors import SpecserveError
 from specserve.core.messages import (
+    ChoiceFinishedEvent,
     DeltaEvent,
     Event,
     FailedEvent,
@@ -16,7 +17,9 @@ from specserve.core.messages import (
     StartedEvent,
     Usage,
 )
+from specserve.core.sampling import SamplingParams
 from specserve.server import events
+from specserve.server.items import Content, OutputItem
 from specserve.server.request import CreateRequest
 from specserve.server.sampling import renamed
 
@@ -44,11 +47,8 @@ class ResponseStream:
         self._model = model
         self._created_at = created_at
         self._sequence = 0
-        self._item_id = events.new_id("msg")
-        self._item_open = False
-        self._text: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
-        self._token_ids: list[int] = []
+        self._several = request.params.num_sequences > 1
+        self._items: list[OutputItem] = []  # by choice
         self._prefill: dict[str, int] | None = None
         self._seed = request.params.seed
 
@@ -73,6 +73,8 @@ class ResponseStream:
             return [self._in_progress()]
         if isinstance(event, DeltaEvent):
             return self._delta(event)
+        if isinstance(event, ChoiceFinishedEvent):
+            return self._choice_finished(event)
         if isinstance(event, FinishedEvent):
             self._seed = event.seed
             return self._end(event.finish_reason, event.usage, event.numerics)
@@ -99,7 +101,7 @@ class ResponseStream:
         return [self._in_progress()]
 
     def _known_usage(self) -> Usage:
-        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=len(self._token_ids))
+        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=sum(len(i.token_ids) for i in self._items))
 
     def _in_progress(self) -> WireEvent:
         return self._event("response.in_progress", response=self._response(), prefill=self._prefill)
@@ -108,69 +110,45 @@ class ResponseStream:
         self.status = "in_progress"
         out = []
         if self._request.report_speculation:
-            out = [self._event("response.speculation.delta", **events.speculation_step(s)) for s in event.speculation]
+            for step in event.speculation:
+                content = {"output_index": event.index, **events.speculation_step(step)}
+                out.append(self._event("response.speculation.delta", **content))
         if not (event.text or event.token_ids or event.logprobs):
             return out
-        out += self._open_item()
-        logprobs = events.logprob_objects(event.logprobs)
-        self._text.append(event.text)
-        self._token_ids.extend(event.token_ids)
-        self._logprobs.extend(logprobs)
-        content = {"delta": event.text, "logprobs": logprobs, "token_ids": list(event.token_ids)}
-        out.append(self._event("response.output_text.delta", **self._place(), **content))
-        return out
+        return [*out, *self._begin(event.index), *self._tell([self._items[event.index].delta(event)])]
 
-    def _open_item(self) -> list[WireEvent]:
-        if self._item_open:
-            return []
-        self._item_open = True
-        item = self._item("in_progress")
-        item["content"] = []
-        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return [
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", **self._place(), part=empty),
-        ]
+    def _begin(self, index: int) -> list[WireEvent]:
+        """Add the items of the choices up to `index`: in order, so that each stands in `output` at its output_index."""
+        new = [OutputItem(i) for i in range(len(self._items), index + 1)]
+        self._items += new
+        return self._tell([content for item in new for content in item.added()])
+
+    def _choice_finished(self, event: ChoiceFinishedEvent) -> list[WireEvent]:
+        status = "completed" if event.finish_reason == "stop" else "incomplete"
+        begun = self._begin(event.index)
+        return [*begun, *self._tell(self._items[event.index].close(status, _ending(event)))]
 
     def _end(
         self, reason: str, usage: Usage, numerics: str | None, error: Mapping[str, Any] | None = None
     ) -> list[WireEvent]:
         status = {"stop": "completed", "length": "incomplete"}.get(reason, reason)
-        out = self._open_item() if status in ("completed", "incomplete") else []
+        ended = status in ("completed", "incomplete")
+        out = self._begin(0) if ended and not self._several else []
         self.status, self.done = status, True
-        if self._item_open:
-            out += self._close_item("completed" if status == "completed" else "incomplete")
+        for item in self._items:
+            # Those of several choices that are open still have no end of their own.
+            if self._several:
+                out += self._tell(item.close("incomplete", _ending(None)))
+            else:
+                out += self._tell(item.close("completed" if status == "completed" else "incomplete"))
         self.object = self._response(full=True)
         self.object["usage"] = events.usage_object(usage)
         self.object["numerics"] = numerics
         self.object["error"] = error
         if status == "incomplete":
             self.object["incomplete_details"] = {"reason": "max_output_tokens"}
-        if self._item_open:
-            self.object["output"] = [self._item("completed" if status == "completed" else "incomplete")]
+        self.object["output"] = [item.object() for item in self._items]
         return [*out, self._event(f"response.{status}", response=self.object)]
-
-    def _close_item(self, status: str) -> list[WireEvent]:
-        item = self._item(status)
-        part = item["content"][0]
-        return [
-            self._event("response.output_text.done", **self._place(), text=part["text"], logprobs=part["logprobs"]),
-            self._event("response.content_part.done", **self._place(), part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
-        ]
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-
-    def _item(self, status: str) -> dict[str, Any]:
-        part = {
-            "type": "output_text",
-            "text": "".join(self._text),
-            "annotations": [],
-            "logprobs": self._logprobs,
-            "token_ids": self._token_ids,
-        }
-        return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": [part]}
 
     def _response(self, full: bool = False) -> dict[str, Any]:
         """The response object; `full` (first and last event) with the request's options. The prompt is not echoed."""
@@ -199,9 +177,13 @@ class ResponseStream:
                 top_logprobs=params.logprobs,
                 previous_response_id=None,
                 store=False,
+                **_sequences(params),
                 **self._request.echo,
             )
         return value
+
+    def _tell(self, contents: Sequence[Content]) -> list[WireEvent]:
+        return [self._event(type_, **content) for type_, content in contents]
 
     def _event(self, type_: str, **content: Any) -> WireEvent:
         sequence, self._sequence = self._sequence, self._sequence + 1
@@ -213,3 +195,18 @@ class ResponseStream:
             "sequence_number": sequence,
             **content,
         }
+
+
+def _ending(event: ChoiceFinishedEvent | None) -> dict[str, Any]:
+    """How one of several choices ended, and what gives it again; nulls for one that did not."""
+    if event is None:
+        return {"finish_reason": None, "seed": None, "score": None}
+    return {"finish_reason": event.finish_reason, "seed": event.seed, "score": event.score}
+
+
+def _sequences(params: SamplingParams) -> dict[str, Any]:
+    """The options of a request of several sequences, as the response repeats them."""
+    if params.num_sequences == 1:
+        return {}
+    names = ["beam_width", "length_penalty", "early_stopping"] if params.beams else ["best_of"]
+    return {name: getattr(params, name) for name in ("n", *names)}

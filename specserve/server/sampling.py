@@ -31,6 +31,11 @@ DIRECT = (
     "banned_token_ids",
     "logprobs_mode",
     "speculation",
+    "n",
+    "best_of",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
 )
 STRUCTURED = {
     "json": "json_schema",
@@ -130,7 +135,8 @@ def sampling_params(
         InvalidRequestError: with the client's name of the option.
     """
     options = {name: values[name] for name in DIRECT if values.get(name) is not None}
-    options.setdefault("temperature", 1.0)
+    # The APIs' own default; beam search does not sample.
+    options.setdefault("temperature", 0.0 if "beam_width" in options else 1.0)
     options.update(own)
     try:
         params = SamplingParams.from_dict(options)

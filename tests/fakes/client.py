@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from specserve.core.messages import (
+    ChoiceFinishedEvent,
     DeltaEvent,
     EngineStats,
     Event,
@@ -17,6 +18,7 @@ from specserve.core.messages import (
     StartedEvent,
     Usage,
 )
+from specserve.core.sampling import choice_seed
 
 Script = Callable[[GenerateCommand], Iterable[Event]]
 
@@ -34,7 +36,7 @@ class FakeTokenizer:
 
 
 class FakeClient:
-    """Echoes the prompt, one token a delta, until `max_tokens`; or plays `script`.
+    """Echoes the prompt, one token a delta, until `max_tokens` (`echo_choices` for several); or plays `script`.
 
     A request is held before its first delta while `gate` is clear, so that tests decide when things happen.
     """
@@ -97,7 +99,8 @@ class FakeClient:
             self.closed_streams.append(command.request_id)
 
     async def _play(self, command: GenerateCommand, queue: asyncio.Queue[Event]) -> None:
-        for event in (self.script or echo)(command):
+        several = command.params.num_sequences > 1
+        for event in (self.script or (echo_choices if several else echo))(command):
             if isinstance(event, DeltaEvent):
                 await self.gate.wait()
             queue.put_nowait(event)
@@ -117,3 +120,38 @@ def echo(command: GenerateCommand) -> Iterable[Event]:
         yield DeltaEvent(name, (token,), chr(token) if token < 128 else "?")
     reason = "length" if len(prompt) > most else "stop"
     yield FinishedEvent(name, reason, Usage(len(prompt), len(out), 0, 4, 3, 1, {"suffix": (4, 3)}), seed)
+
+
+def echo_choices(command: GenerateCommand) -> Iterable[Event]:
+    """Choice i is the prompt's last 3 + i tokens, one a delta; the last choice is cut by "length".
+
+    Those of n come side by side, the last one first; those of best_of and beams whole, best first, with scores.
+    """
+    name, prompt, params = command.request_id, command.prompt_token_ids, command.params
+    seed = params.seed if params.seed is not None else 42
+    ranked = params.beams > 0 or (params.best_of or 0) > params.n
+    outs = [prompt[-3 - i :] for i in range(params.n)]
+    yield QueuedEvent(name)
+    yield StartedEvent(name, seed, len(prompt), 0)
+
+    def delta(i: int, at: int) -> DeltaEvent:
+        return DeltaEvent(name, (outs[i][at],), chr(outs[i][at]), index=i)
+
+    def end(i: int) -> ChoiceFinishedEvent:
+        reason = "length" if i == params.n - 1 else "stop"
+        own = seed if params.beams else choice_seed(seed, i)
+        return ChoiceFinishedEvent(name, i, reason, own, -0.5 * (i + 1) if ranked else None)
+
+    if ranked:
+        for i, out in enumerate(outs):
+            yield from (delta(i, at) for at in range(len(out)))
+            yield end(i)
+    else:
+        for at in range(len(outs[-1]) + 1):
+            for i in reversed(range(params.n)):
+                if at < len(outs[i]):
+                    yield delta(i, at)
+                elif at == len(outs[i]):
+                    yield end(i)
+    usage = Usage(len(prompt), sum(map(len, outs)), 0, 4, 3, 1, {"suffix": (4, 3)})
+    yield FinishedEvent(name, "length", usage, seed)

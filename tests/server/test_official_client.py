@@ -17,6 +17,7 @@ from specserve.core.messages import (
     StartedEvent,
     Usage,
 )
+from specserve.core.sampling import choice_seed
 from tests.fakes.client import FakeClient
 from tests.fakes.server import TERMINAL, in_loop, running
 
@@ -198,3 +199,118 @@ async def test_trap_e8_keys_over_http_and_websocket():
         async with official(server, "sk-wrong") as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.responses.create(model="fake", input="hi")
+
+
+TEXTS = ["nt>", "ant>", "tant>"]  # the ends of the prompt that tests.fakes.client.echo_choices gives as choices
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@in_loop
+async def test_chat_completions_of_three_choices():
+    async with running() as server, official(server) as client:
+        whole = await client.chat.completions.create(model="fake", messages=MESSAGES, n=3, seed=5)
+        stream = await client.chat.completions.create(
+            model="fake", messages=MESSAGES, n=3, seed=5, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in whole.choices] == TEXTS
+    assert [choice.finish_reason for choice in whole.choices] == ["stop", "stop", "length"]
+    assert [choice.seed for choice in whole.choices] == [choice_seed(5, i) for i in range(3)]
+    assert whole.usage.completion_tokens == 12
+    by_choice = {i: [c.choices[0] for c in chunks if c.choices and c.choices[0].index == i] for i in range(3)}
+    for i, own in by_choice.items():
+        assert own[0].delta.role == "assistant"
+        assert "".join(choice.delta.content or "" for choice in own) == TEXTS[i]
+        assert [choice.finish_reason for choice in own if choice.finish_reason] == [whole.choices[i].finish_reason]
+        assert own[-1].seed == choice_seed(5, i)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+@in_loop
+async def test_the_clients_own_helper_gathers_a_chat_stream_of_three_choices():
+    async with (
+        running() as server,
+        official(server) as client,
+        client.chat.completions.stream(model="fake", messages=MESSAGES, n=3) as stream,
+    ):
+        async for _ in stream:
+            pass
+        whole = stream.current_completion_snapshot
+    assert [(c.index, c.message.content) for c in whole.choices] == list(enumerate(TEXTS))
+
+
+@in_loop
+async def test_completions_with_best_of_and_with_beams():
+    async with running() as server, official(server) as client:
+        call = {"model": "fake", "prompt": "<assistant>"}
+        best = await client.completions.create(**call, n=2, best_of=4)
+        stream = await client.completions.create(**call, n=2, best_of=4, stream=True)
+        pieces = [(c.choices[0].index, c.choices[0].text, c.choices[0].finish_reason) async for c in stream]
+        beams = await client.completions.create(**call, n=2, seed=5, extra_body={"beam_width": 4})
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(**call, n=3, best_of=2)
+    assert [(c.index, c.text, c.finish_reason) for c in best.choices] == [(0, "nt>", "stop"), (1, "ant>", "length")]
+    assert [choice.score for choice in best.choices] == [-0.5, -1.0]
+    assert pieces == [
+        *((0, text, None) for text in "nt>"),
+        (0, "", "stop"),
+        *((1, text, None) for text in "ant>"),
+        (1, "", "length"),
+    ]
+    assert [(choice.text, choice.score, choice.seed) for choice in beams.choices] == [
+        ("nt>", -0.5, 5),
+        ("ant>", -1.0, 5),
+    ]
+    assert (refused.value.param, refused.value.status_code) == ("best_of", 400)
+
+
+@in_loop
+async def test_responses_of_three_choices_over_http():
+    three = {"model": "fake", "input": "hi", "extra_body": {"n": 3, "seed": 5}}
+    async with running() as server, official(server) as client:
+        whole = await client.responses.create(**three)
+        stream = await client.responses.create(**three, stream=True)
+        events = [event async for event in stream]
+        async with client.responses.stream(**three) as helper:
+            async for _ in helper:
+                pass
+    assert [item.content[0].text for item in whole.output] == TEXTS
+    assert [item.status for item in whole.output] == ["completed", "completed", "incomplete"]
+    assert [(i.finish_reason, i.seed) for i in whole.output] == [
+        (reason, choice_seed(5, i)) for i, reason in enumerate(["stop", "stop", "length"])
+    ]
+    assert whole.output_text == "".join(TEXTS)
+    check_items(events)
+
+
+@in_loop
+async def test_responses_of_three_choices_over_the_websocket():
+    async with running() as server, official(server) as client, client.responses.connect() as connection:
+        await connection.recv()
+        await connection.send({"type": "response.create", "model": "fake", "input": "hi", "n": 3, "seed": 5})
+        events = []
+        while not events or events[-1].type not in TERMINAL:
+            events.append(await connection.recv())
+    check_items(events)
+
+
+def check_items(events):
+    """Each choice is an item of its own: added, streamed and done, in the final output at its index."""
+    final = events[-1].response
+    assert events[-1].type == "response.incomplete"
+    for i, text in enumerate(TEXTS):
+        own = [event for event in events if getattr(event, "output_index", None) == i]
+        assert [event.type for event in own] == [
+            "response.output_item.added",
+            "response.content_part.added",
+            *["response.output_text.delta"] * len(text),
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+        ]
+        assert "".join(event.delta for event in own if event.type.endswith("delta")) == text
+        assert own[-1].item.id == final.output[i].id == own[0].item.id
+        assert final.output[i].content[0].text == text
+    assert final.usage.output_tokens == 12

@@ -6,7 +6,7 @@ import pytest
 
 from specserve.core.config import ServerConfig
 from specserve.core.errors import InvalidRequestError
-from specserve.server.chat import parse_chat
+from specserve.server.chat import parse_chat, parse_completion
 from specserve.server.codec import dumps, loads
 from specserve.server.limits import Limits
 from specserve.server.options import parse_responses
@@ -178,6 +178,69 @@ def test_deep_nesting_is_refused_and_shallow_is_not():
 def test_what_json_cannot_carry_is_replaced():
     assert dumps({"a": float("nan"), "b": float("-inf")}) == b'{"a":null,"b":null}'
     assert dumps({"text": "x\ud800"}) == b'{"text":"x?"}'
+
+
+APIS = {
+    "responses": lambda values: parse(**values),
+    "http responses": lambda values: parse_responses({"input": "hi", **values}, LIMITS, "fake", socket=False),
+    "chat": lambda values: parse_chat({"messages": [{"role": "user", "content": "a"}], **values}, LIMITS, "fake"),
+    "completions": lambda values: parse_completion({"prompt": "a", **values}, LIMITS, "fake"),
+}
+every_api = pytest.mark.parametrize("api", APIS)
+
+
+@every_api
+def test_choices_and_beams_are_options_of_every_api(api):
+    params = APIS[api]({"n": 64, "best_of": 64, "temperature": 0.5}).params
+    assert (params.n, params.best_of, params.num_sequences) == (64, 64, 64)
+    beams = {"n": 2, "beam_width": 16, "length_penalty": -1, "early_stopping": "never"}
+    params = APIS[api](beams).params
+    assert (params.n, params.beams, params.length_penalty, params.early_stopping) == (2, 16, -1.0, "never")
+
+
+@every_api
+def test_one_choice_may_be_said_in_many_ways(api):
+    for values in (
+        {"n": 1, "best_of": 1},
+        {"n": None, "best_of": None, "beam_width": None, "length_penalty": None, "early_stopping": None},
+    ):
+        params = APIS[api](values).params
+        assert (params.num_sequences, params.temperature) == (1, 1.0)
+
+
+@every_api
+@pytest.mark.parametrize("width", [1, 4])
+def test_beams_do_not_sample_by_default(api, width):
+    assert APIS[api]({"beam_width": width}).params.temperature == 0.0
+    assert APIS[api]({"beam_width": width, "temperature": 0}).params.temperature == 0.0
+
+
+@every_api
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 2.0}, "n"),
+        ({"n": "2"}, "n"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 65}, "best_of"),
+        ({"beam_width": 17}, "beam_width"),
+        ({"beam_width": [4]}, "beam_width"),
+        ({"beam_width": 4, "n": 5}, "n"),
+        ({"beam_width": 4, "best_of": 4}, "best_of"),
+        ({"beam_width": 4, "temperature": 1}, "temperature"),
+        ({"beam_width": 4, "length_penalty": "long"}, "length_penalty"),
+        ({"beam_width": 4, "early_stopping": "soon"}, "early_stopping"),
+    ],
+)
+def test_faults_of_choices_and_beams_are_named(api, values, param):
+    with pytest.raises(InvalidRequestError) as refused:
+        APIS[api](values)
+    assert refused.value.param == param
+    assert refused.value.message.startswith(f"{param}: ")
+    assert refused.value.status == 400
 
 
 def test_two_different_limits_of_a_chat_are_refused():

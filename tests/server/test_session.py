@@ -10,6 +10,7 @@ from specserve.core.config import ServerConfig
 from specserve.core.errors import InvalidRequestError
 from specserve.core.messages import (
     AbortCommand,
+    ChoiceFinishedEvent,
     DeltaEvent,
     FailedEvent,
     FinishedEvent,
@@ -134,6 +135,18 @@ def test_a_cancel_of_a_running_response_is_the_engines_to_end():
     session = make()
     name, _ = create(session)
     assert frame(session, type="response.cancel", response_id=name) == [AbortCommand(name)]
+    assert session.active == 1
+
+
+def test_a_response_of_many_choices_is_one_response():
+    session = make(max_responses=2)
+    first, _ = create(session, n=64)
+    create(session, n=64)
+    assert session.active == 2
+    assert error(frame(session, type="response.create", input="hi"))["error"]["code"] == "too_many_responses"
+    assert session.engine_event(first, ChoiceFinishedEvent(first, 0, "stop", 1))
+    assert session.active == 2, "an end of a choice is not the response's"
+    session.engine_event(first, FinishedEvent(first, "stop", Usage(), 1))
     assert session.active == 1
 
 

@@ -27,6 +27,7 @@ async def test_one_response_streams_in_order_with_complete_usage():
         first = await receive(socket)
         assert first["type"] == "session.created"
         assert first["session"]["limits"]["max_responses"] == 64
+        assert (first["session"]["limits"]["max_n"], first["session"]["limits"]["max_beam_width"]) == (64, 16)
         await send(socket, type="response.create", input="hi", max_output_tokens=5, seed=9, report_speculation=True)
         events = await until(socket, *TERMINAL)
     kinds = [event["type"] for event in events]
@@ -187,13 +188,14 @@ async def test_bad_utf8_closes_with_1007():
         assert await close_code(socket, b"\xff\xfe") == 1007
 
 
+@pytest.mark.parametrize("choices", [1, 3])
 @in_loop
-async def test_trap_e5_a_client_that_stops_reading_is_closed_and_aborted():
+async def test_trap_e5_a_client_that_stops_reading_is_closed_and_aborted(choices):
     client = FakeClient(script=flood)
     limits = {"output_buffer_bytes": 64 * 1024, "slow_client_seconds": 0.2}
     async with running(client, **limits) as server, server.connect(max_queue=1) as socket:
         for i in range(8):
-            await send(socket, type="response.create", stream_id=str(i), input="go")
+            await send(socket, type="response.create", stream_id=str(i), input="go", n=choices)
         largest = 0
 
         def all_ended():
@@ -212,7 +214,8 @@ def flood(command):
 
     yield StartedEvent(command.request_id, 1, len(command.prompt_token_ids), 0)
     while True:
-        yield DeltaEvent(command.request_id, (65,), "A" * 4000)
+        for index in range(command.params.n):
+            yield DeltaEvent(command.request_id, (65,), "A" * 4000, index=index)
 
 
 @in_loop
