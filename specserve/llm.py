@@ -22,6 +22,7 @@ from specserve.core.errors import InvalidRequestError, SpecserveError
 from specserve.core.messages import (
     TERMINAL,
     AbortCommand,
+    ChoiceFinishedEvent,
     DeltaEvent,
     EngineStats,
     Event,
@@ -44,17 +45,38 @@ ABORT_SECONDS = 10.0  # how long an interrupted `generate` waits for what it sta
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the answers to one prompt.
+
+    Attributes:
+        index: its place in `GenerationResult.choices`.
+        token_ids, text, finish_reason, logprobs: as in GenerationResult.
+        seed: a request of one choice with it gives this choice again (beams: the request's own).
+        score: what choices were ranked by: mean log probability (best_of) or length-normalised sum (beams); else None.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    seed: int
+    score: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """One answer.
+    """What one prompt gave: its first choice, which is the best where choices are ranked, and all of them.
 
     Attributes:
         token_ids: of the answer; the end token included, tokens that only made a stop text excluded.
         text: the answer without stop text; an incomplete last character is left out.
         finish_reason: "stop" or "length".
         logprobs: one entry a token of token_ids where asked for, else None.
-        usage: token counts, with drafted, accepted, rejected and cached_tokens.
+        usage: token counts of the whole request, with drafted, accepted, rejected and cached_tokens.
         seed: replays the answer.
         numerics: "invariant" or "fast".
+        choices: at least one; the first says what the fields above say.
     """
 
     token_ids: list[int]
@@ -64,6 +86,7 @@ class GenerationResult:
     seed: int
     numerics: str = "invariant"
     logprobs: list[PositionLogprobs] | None = None
+    choices: list[Choice] = field(kw_only=True)
 
 
 class LLM:
@@ -156,8 +179,10 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         report_speculation: bool = False,
-    ) -> AsyncIterator[DeltaEvent | FinishedEvent]:
+    ) -> AsyncIterator[DeltaEvent | ChoiceFinishedEvent | FinishedEvent]:
         """New output as it comes, then the FinishedEvent. Leaving the loop early aborts the request.
+
+        With several choices each delta tells its choice by `index`, and a ChoiceFinishedEvent ends each choice.
 
         Raises:
             SpecserveError: the request failed.
@@ -171,7 +196,7 @@ class LLM:
             async for event in events:
                 if isinstance(event, FailedEvent):
                     raise error_of(event)
-                if isinstance(event, (DeltaEvent, FinishedEvent)):
+                if isinstance(event, (DeltaEvent, ChoiceFinishedEvent, FinishedEvent)):
                     yield event
         finally:
             await events.aclose()
@@ -230,25 +255,49 @@ class _Answer:
 
     command: GenerateCommand
     box: Mailbox
-    deltas: list[DeltaEvent] = field(default_factory=list)
+    deltas: list[list[DeltaEvent]] = field(default_factory=lambda: [[]])  # by choice
+    ends: dict[int, ChoiceFinishedEvent] = field(default_factory=dict)
     end: FinishedEvent | FailedEvent | None = None
 
     def read(self) -> None:
         while self.end is None and (event := self.box.take()) is not None:
             if isinstance(event, DeltaEvent):
-                self.deltas.append(event)
+                self._begin(event.index)
+                self.deltas[event.index].append(event)
+            elif isinstance(event, ChoiceFinishedEvent):
+                self._begin(event.index)
+                self.ends[event.index] = event
             elif isinstance(event, TERMINAL):
                 self.end = event
 
     def result(self, end: FinishedEvent) -> GenerationResult:
-        logprobs = [entry for delta in self.deltas for entry in delta.logprobs]
+        choices = [self._choice(index, self.ends.get(index, end)) for index in range(len(self.deltas))]
+        first = choices[0]
         return GenerationResult(
-            token_ids=[token for delta in self.deltas for token in delta.token_ids],
-            text="".join(delta.text for delta in self.deltas),
-            finish_reason=end.finish_reason,
+            token_ids=first.token_ids,
+            text=first.text,
+            finish_reason=first.finish_reason,
             usage=end.usage,
-            seed=end.seed,
+            seed=first.seed,
             numerics=end.numerics,
+            logprobs=first.logprobs,
+            choices=choices,
+        )
+
+    def _begin(self, index: int) -> None:
+        while len(self.deltas) <= index:
+            self.deltas.append([])
+
+    def _choice(self, index: int, end: ChoiceFinishedEvent | FinishedEvent) -> Choice:
+        deltas = self.deltas[index]
+        logprobs = [entry for delta in deltas for entry in delta.logprobs]
+        return Choice(
+            index=index,
+            token_ids=[token for delta in deltas for token in delta.token_ids],
+            text="".join(delta.text for delta in deltas),
+            finish_reason=end.finish_reason,
+            seed=end.seed,
+            score=end.score if isinstance(end, ChoiceFinishedEvent) else None,
             logprobs=logprobs if self.command.params.logprobs is not None else None,
         )
 
@@ -303,4 +352,4 @@ class _Batch:
         self._wait(ABORT_SECONDS)
 
 
-__all__ = ["LLM", "Event", "GenerationResult"]
+__all__ = ["LLM", "Choice", "Event", "GenerationResult"]
