@@ -2,61 +2,53 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from specserve.core.plan import BlockCopy
+from specserve.core.plan import BlockCopy, BlockSwap
 from specserve.kv.block_pool import BlockPool
+from specserve.kv.host import HostPool
+from specserve.kv.pair import PoolPair
 from specserve.kv.prefix import PrefixChain
+from specserve.kv.sequence import SequenceKV
+from specserve.kv.swap import Swapper, named
 from specserve.kv.table import BlockTable
+from specserve.kv.usage import KVUsage, usage
 
-
-class SequenceKV:
-    """The KV of one sequence.
-
-    Attributes:
-        target, draft: block tables; draft is None without a draft model.
-        chain: prefix digests, common to both tables.
-        written: drafted tokens past `draft.committed` that were written in the draft's cache as scratch.
-    """
-
-    __slots__ = ("chain", "draft", "target", "written")
-
-    def __init__(self, target: BlockTable, draft: BlockTable | None, chain: PrefixChain) -> None:
-        self.target = target
-        self.draft = draft
-        self.chain = chain
-        self.written = 0
-
-
-@dataclass(frozen=True, slots=True)
-class KVUsage:
-    """Blocks in use; free blocks with cached contents are not."""
-
-    blocks: int
-    blocks_used: int
-    draft_blocks: int
-    draft_blocks_used: int
+__all__ = ["KVManager", "KVUsage", "SequenceKV"]
 
 
 class KVManager:
-    """Opens, grows, forks and releases sequences. Not thread-safe: one engine loop owns it.
+    """Opens, grows, forks, swaps and releases sequences. Not thread-safe: one engine loop owns it.
 
     Args:
         target: the target model's pool.
         draft: the draft model's pool, of the same block size, or None.
         prefix_cache: whether committed full blocks are published and looked up.
+        host, draft_host: host memory for swapped KV of each pool; None: none is swapped.
     """
 
-    def __init__(self, target: BlockPool, draft: BlockPool | None = None, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        target: BlockPool,
+        draft: BlockPool | None = None,
+        *,
+        prefix_cache: bool = True,
+        host: HostPool | None = None,
+        draft_host: HostPool | None = None,
+    ) -> None:
         if draft is not None and draft.block_size != target.block_size:
             raise ValueError(f"block sizes differ: target {target.block_size}, draft {draft.block_size}")
         self.target = target
         self.draft = draft
+        self.host = host
+        self.draft_host = draft_host if draft is not None else None
         self.block_size = target.block_size
         self._prefix_cache = prefix_cache
         self._live: set[SequenceKV] = set()
+        self._swapper = Swapper(
+            PoolPair(target, host, "target"),
+            PoolPair(draft, draft_host, "draft") if draft is not None else None,
+        )
 
     @property
     def max_positions(self) -> int:
@@ -81,21 +73,12 @@ class KVManager:
         target = BlockTable(self.target, "target")
         draft = BlockTable(self.draft, "draft") if self.draft is not None else None
         if self._prefix_cache:
-            target.attach(self._find(self.target, token_ids, chain))
+            target.attach(_find(self.target, token_ids, chain))
             if draft is not None and self.draft is not None:
-                draft.attach(self._find(self.draft, token_ids, chain))
+                draft.attach(_find(self.draft, token_ids, chain))
         seq = SequenceKV(target, draft, chain)
         self._live.add(seq)
         return seq
-
-    def _find(self, pool: BlockPool, token_ids: Sequence[int], chain: PrefixChain) -> list[int]:
-        found: list[int] = []
-        for index in range((len(token_ids) - 1) // self.block_size):
-            block = pool.lookup(chain.digest(token_ids, index))
-            if block is None:
-                break
-            found.append(block)
-        return found
 
     def writable(self, seq: SequenceKV) -> int:
         """Positions after `target.committed` that `reserve` could give now."""
@@ -189,17 +172,70 @@ class KVManager:
             seq.draft.rollback()
         seq.written = 0
 
-    def fork(self, seq: SequenceKV) -> SequenceKV:
-        """A sequence that shares every committed block of both tables; the first write into a shared one copies it."""
-        target = seq.target.fork()
-        draft = seq.draft.fork() if seq.draft is not None else None
+    def fork(self, seq: SequenceKV, num_tokens: int | None = None) -> SequenceKV:
+        """A sequence that shares the KV of the first `num_tokens` committed tokens; None: all that is committed.
+
+        The first write into a shared block copies it. The child may reserve at once, in the step in which the parent
+        reserved: its copy runs before the forward, which leaves the parent's committed positions as they are.
+
+        Raises:
+            ValueError: fewer tokens are committed, or the sequence is swapped out.
+        """
+        target = seq.target.fork(num_tokens)
+        draft = seq.draft
+        if draft is not None:
+            draft = draft.fork(None if num_tokens is None else min(num_tokens, draft.committed))
         known = max(target.num_hashed, draft.num_hashed if draft is not None else 0)
         child = SequenceKV(target, draft, seq.chain.fork(known))
         self._live.add(child)
         return child
 
+    def swap_cost(self, seqs: Sequence[SequenceKV]) -> int:
+        """Blocks of both pools that `swap_out` would move; one that several hold counts once."""
+        return self._swapper.cost(seqs)
+
+    def swap_need(self, seqs: Sequence[SequenceKV]) -> int:
+        """Free blocks of the target's pool with which `swap_in` certainly succeeds; prefix hits may make it fewer."""
+        return self._swapper.need(seqs)
+
+    def recompute_rows(self, seq: SequenceKV) -> int:
+        """Committed tokens to compute again after a release; those in leading blocks that others hold too are not."""
+        return self._swapper.recompute_rows(seq)
+
+    def swap_out(self, seqs: Sequence[SequenceKV]) -> tuple[BlockSwap, ...] | None:
+        """Move sequences to host memory, all or none (see Swapper.out). Not while a plan that names one is being run.
+
+        Returns:
+            Moves for the plan; None: no room, nothing changed.
+        """
+        return self._swapper.out(named(seqs, self._live, swapped=False))
+
+    def swap_in(self, seqs: Sequence[SequenceKV]) -> tuple[BlockSwap, ...] | None:
+        """Bring swapped sequences back, all or none (see Swapper.back); they may reserve at once.
+
+        Returns:
+            Moves for the plan; None: too few free blocks, nothing changed.
+        """
+        return self._swapper.back(named(seqs, self._live, swapped=True))
+
+    def swaps_ran(self, *, failed: bool = False) -> None:
+        """The plan with the swaps since the last call is over: give back what it held, publish what it brought in.
+
+        Args:
+            failed: whether it ran is unknown: nothing is published. What it swapped, and forks of that, is `lost`.
+        """
+        self._swapper.settle(failed)
+
+    def unsettled(self, seq: SequenceKV) -> bool:
+        """Whether KV of the sequence, its own or shared by a fork, comes with a swap-in that `swaps_ran` has to end."""
+        return self._swapper.unsettled(seq)
+
+    def lost(self, seq: SequenceKV) -> None:
+        """Release what a failed plan swapped in or out; its KV is never published. Call `swaps_ran` after it."""
+        self.release(seq)
+
     def release(self, seq: SequenceKV) -> None:
-        """Give both tables back. Not while a plan that names the sequence is being run.
+        """Give both tables back, in device or host memory. Not while a plan that names the sequence is being run.
 
         Raises:
             ValueError: it was released before.
@@ -207,6 +243,7 @@ class KVManager:
         if seq not in self._live:
             raise ValueError("the sequence was released before")
         self._live.remove(seq)
+        self._swapper.forget(seq)
         seq.target.release()
         if seq.draft is not None:
             seq.draft.release()
@@ -217,33 +254,26 @@ class KVManager:
         return len(self._live)
 
     def usage(self) -> KVUsage:
-        draft = self.draft
-        return KVUsage(
-            blocks=self.target.num_blocks,
-            blocks_used=self.target.num_used,
-            draft_blocks=draft.num_blocks if draft is not None else 0,
-            draft_blocks_used=draft.num_used if draft is not None else 0,
-        )
+        return usage(self.target, self.draft, self.host, self.draft_host)
 
     def baseline(self) -> bool:
-        """No sequence is open and every block of both pools is free (cached contents may remain)."""
-        return not self._live and self.target.num_used == 0 and (self.draft is None or self.draft.num_used == 0)
+        """No sequence is open and every block of all pools is free (cached contents may remain)."""
+        pools = (self.target, self.draft, self.host, self.draft_host)
+        return not self._live and all(pool is None or pool.num_used == 0 for pool in pools)
 
     def check(self) -> None:
         """Assert the invariants, and that the pools' counts are exactly what the live tables hold."""
         for seq in self._live:
-            seq.target.check()
-            if seq.draft is not None:
-                seq.draft.check()
-                assert seq.draft.committed + seq.written <= seq.draft.capacity
-        _check_counts(self.target, [seq.target for seq in self._live])
-        if self.draft is not None:
-            _check_counts(self.draft, [seq.draft for seq in self._live if seq.draft is not None])
+            seq.check()
+        self._swapper.check(self._live)
 
 
-def _check_counts(pool: BlockPool, tables: Sequence[BlockTable]) -> None:
-    pool.check()
-    held = Counter(block for table in tables for block in table.block_ids)
-    held.update(source for table in tables if (source := table.pending_source) is not None)
-    for block in range(pool.num_blocks):
-        assert pool.refs(block) == held[block], f"block {block}: {pool.refs(block)} counted, {held[block]} held"
+def _find(pool: BlockPool, token_ids: Sequence[int], chain: PrefixChain) -> list[int]:
+    """Published blocks of the leading full blocks of `token_ids`, but for its last token."""
+    found: list[int] = []
+    for index in range((len(token_ids) - 1) // pool.block_size):
+        block = pool.lookup(chain.digest(token_ids, index))
+        if block is None:
+            break
+        found.append(block)
+    return found

@@ -22,6 +22,7 @@ class BlockTable:
         num_hashed: full committed blocks that were offered to the prefix cache.
     """
 
+    swapped = False  # of a SwappedTable alone
     __slots__ = ("_copied", "_pool", "block_ids", "committed", "name", "num_hashed")
 
     def __init__(self, pool: BlockPool, name: str = "target") -> None:
@@ -51,6 +52,12 @@ class BlockTable:
         self.block_ids.extend(blocks)
         self.num_hashed = len(blocks)
         self.committed = len(blocks) * self._pool.block_size
+
+    def restore(self, blocks: Sequence[int], committed: int, num_hashed: int) -> None:
+        """Start an empty table on blocks that hold its KV (a swap-in). Takes over one reference to each."""
+        self.block_ids.extend(blocks)
+        self.committed = committed
+        self.num_hashed = num_hashed
 
     def _must_copy(self) -> bool:
         """The next position lies in a block that others read too."""
@@ -140,17 +147,32 @@ class BlockTable:
         while len(ids) > keep:
             self._pool.free(ids.pop())
 
-    def fork(self) -> BlockTable:
-        """A table that shares every block of the committed tokens. Scratch is not inherited."""
+    def final_blocks(self, num_tokens: int | None = None) -> list[int]:
+        """The blocks of the first `num_tokens` tokens (None: of all committed), as if the pending copy never runs."""
+        blocks = self.block_ids[: self._pool.blocks_for(self.committed if num_tokens is None else num_tokens)]
+        if self._copied is not None and self._copied[0] < len(blocks):
+            blocks[self._copied[0]] = self._copied[1]  # the source holds every committed token
+        return blocks
+
+    def fork(self, num_tokens: int | None = None) -> BlockTable:
+        """A table that shares the blocks of the first `num_tokens` committed tokens (None: of all of them).
+
+        Scratch is not inherited. The last block may hold more of this table's tokens: neither writes it while it is
+        shared.
+
+        Raises:
+            ValueError: fewer tokens are committed.
+        """
+        if num_tokens is None:
+            num_tokens = self.committed
+        elif not 0 <= num_tokens <= self.committed:
+            raise ValueError(f"{self.name}: a fork at {num_tokens} of {self.committed} committed tokens")
         child = BlockTable(self._pool, self.name)
-        child.block_ids = self.block_ids[: self._pool.blocks_for(self.committed)]
-        if self._copied is not None and self._copied[0] < len(child.block_ids):
-            # The copy may never run; its source holds every committed token.
-            child.block_ids[self._copied[0]] = self._copied[1]
+        child.block_ids = self.final_blocks(num_tokens)
         for block in child.block_ids:
             self._pool.share(block)
-        child.committed = self.committed
-        child.num_hashed = self.num_hashed
+        child.committed = num_tokens
+        child.num_hashed = min(self.num_hashed, num_tokens // self._pool.block_size)
         return child
 
     def release(self) -> None:

@@ -176,6 +176,53 @@ def test_fork_moves_both_tables_and_names_the_pool_of_a_copy():
     assert kv.baseline()
 
 
+@pytest.mark.parametrize("num_tokens", range(10))
+def test_a_fork_of_some_tokens(num_tokens):
+    kv = manager(draft=8)
+    tokens = list(range(9))
+    seq = run(kv, tokens)
+    kv.reserve_draft(seq, 6)
+    kv.commit_draft(seq, tokens, 6)
+    child = kv.fork(seq, num_tokens)
+    assert (child.target.committed, child.draft.committed) == (num_tokens, min(num_tokens, 6))
+    assert child.target.block_ids == seq.target.block_ids[: -(-num_tokens // SIZE)]
+    assert child.draft.block_ids == seq.draft.block_ids[: -(-min(num_tokens, 6) // SIZE)]
+    assert (child.target.num_hashed, child.draft.num_hashed) == (num_tokens // SIZE, min(num_tokens, 6) // SIZE)
+    assert child.chain.digests == seq.chain.digests[: num_tokens // SIZE]
+    assert len(kv.reserve(child, 1)) == (num_tokens % SIZE != 0)
+    other = [*tokens[:num_tokens], 99]
+    kv.commit(child, other, 1)
+    kv.check()
+    kv.release(child)
+    assert hit(kv, [*tokens, 0]) == 8
+    assert hit(kv, [*other, 0]) == (num_tokens + 1) // SIZE * SIZE
+    assert seq.target.committed == 9
+
+
+def test_a_fork_copies_before_its_parent_writes_what_it_reserved():
+    """The parent reserved in place, in this very step; the child shares the block, reserves and copies it."""
+    kv = manager()
+    seq = run(kv, [1, 2, 3, 4, 5, 6])
+    assert kv.reserve(seq, 1) == ()
+    child = kv.fork(seq, 5)
+    (copy,) = kv.reserve(child, 1)
+    assert copy.src == seq.target.block_ids[1]
+    kv.commit(seq, [1, 2, 3, 4, 5, 6, 7], 1)
+    kv.commit(child, [1, 2, 3, 4, 5, 9], 1)
+    kv.check()
+    assert seq.target.block_ids[1] != child.target.block_ids[1]
+
+
+def test_forks_outside_of_what_is_committed_are_refused():
+    kv = manager()
+    seq = run(kv, [1, 2, 3])
+    kv.reserve(seq, 5)
+    for wrong in (-1, 4):
+        with pytest.raises(ValueError, match="3 committed"):
+            kv.fork(seq, wrong)
+    assert kv.num_sequences == 1
+
+
 def test_forks_publish_their_own_text():
     kv = manager()
     seq = run(kv, [1, 2, 3, 4, 5, 6])

@@ -96,6 +96,31 @@ def test_a_fork_made_while_a_copy_is_pending_takes_the_source():
     assert three.block_ids == two.block_ids == one.block_ids
 
 
+@pytest.mark.parametrize("num_tokens", [4, 5, 6])
+def test_a_shorter_fork_made_while_a_copy_is_pending(num_tokens):
+    pool, one = table(committed=6)
+    two = one.fork()
+    (copy,) = two.reserve(1)
+    three = two.fork(num_tokens)
+    assert copy.dst not in three.block_ids
+    assert three.block_ids == one.block_ids[: pool.blocks_for(num_tokens)]
+    two.commit(1)
+    for each in (one, two, three):
+        each.check()
+
+
+def test_a_lone_short_fork_forgets_what_its_block_was_published_as():
+    """The block holds more of the parent's text, which is gone: the fork writes over it."""
+    pool, one = table(committed=4)
+    chain = PrefixChain("", 4)
+    one.publish(chain, [1, 2, 3, 4])
+    two = one.fork(2)
+    one.release()
+    assert pool.lookup(chain.digests[0]) == two.block_ids[0]
+    assert two.reserve(1) == ()
+    assert pool.lookup(chain.digests[0]) is None
+
+
 def test_a_copy_needs_a_block_of_its_own():
     _, one = table(num_blocks=2, committed=6)
     two = one.fork()
