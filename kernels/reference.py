@@ -7,7 +7,7 @@ alone, and sums in a fixed tree. Activations are float32 or bfloat16, arithmetic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -185,10 +185,42 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Te
     return (-_log(-_log(uniform))).float()
 
 
-def copy_blocks(storage: torch.Tensor, pairs: Iterable[tuple[int, int]]) -> None:
+def copy_blocks(storage: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy block src to dst of storage [2, layers, blocks, ...], for each (src, dst), in order."""
-    for src, dst in pairs:
+    for src, dst in block_pairs(pairs, storage.shape[2], storage.shape[2]).tolist():
         storage[:, :, dst].copy_(storage[:, :, src])
+
+
+def swap_out(storage: torch.Tensor, host: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy block `device` of storage [2, layers, blocks, ...] to `slot` of host [slots, 2, layers, ...].
+
+    Args:
+        pairs: (device, slot); no slot twice.
+    """
+    devices, slots = block_pairs(pairs, storage.shape[2], host.shape[0]).unbind(1)
+    host[slots] = storage[:, :, devices.to(storage.device)].movedim(2, 0).to(host.device)
+
+
+def swap_in(storage: torch.Tensor, host: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """The way back of `swap_out`; what the slots hold stays.
+
+    Args:
+        pairs: (device, slot); no device block twice.
+    """
+    devices, slots = block_pairs(pairs, storage.shape[2], host.shape[0]).unbind(1)
+    storage[:, :, devices.to(storage.device)] = host[slots].movedim(0, 2).to(storage.device)
+
+
+def block_pairs(pairs: Sequence[tuple[int, int]], first: int, second: int) -> torch.Tensor:
+    """int64 [n, 2] of pairs of block numbers, below `first` and below `second`.
+
+    Raises:
+        IndexError: one is not.
+    """
+    for a, b in pairs:
+        if not (0 <= a < first and 0 <= b < second):
+            raise IndexError(f"blocks ({a}, {b}) are not below ({first}, {second})")
+    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
 
 
 def _write(value: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:

@@ -24,6 +24,7 @@ _ATTENTION = (_P,) * 7 + (_I,) * 7 + (_F, _I, _N)
 _PACK = (_P, _P, _I, _I)
 _GEMM = (_P, _P, _P, _P, _I, _I, _I, _N)
 _SILU = (_P, _P, _I, _I, _N)
+_MOVE = (_P, _P, _P) + (_I,) * 7 + (_N,)
 SIGNATURES = {
     "ss_pack_f32": _PACK,
     "ss_pack_bf16": _PACK,
@@ -39,6 +40,7 @@ SIGNATURES = {
     "ss_attention_bf16": _ATTENTION,
     "ss_silu_mul_f32": _SILU,
     "ss_silu_mul_bf16": _SILU,
+    "ss_move_blocks": _MOVE,
     "ss_log_softmax": (_P, _P, _I, _I, _N),
     "ss_argmax": (_P, _P, _I, _I, _N),
     "ss_apply_bitmask": (_P, _P, _I, _I, _I, _N),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from specserve.kernels import reference
 from specserve.kernels.cpu.native import library
-from specserve.kernels.reference import copy_blocks
+from specserve.kernels.reference import block_pairs
 
 if __name__.partition(".")[0] == "kernels":
     raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
@@ -22,6 +24,8 @@ __all__ = [
     "rms_norm",
     "rope_store",
     "silu_mul",
+    "swap_in",
+    "swap_out",
 ]
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -188,3 +192,55 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Te
         seeds.data_ptr(), positions.data_ptr(), result.data_ptr(), seeds.shape[0], vocab, torch.get_num_threads()
     )
     return result
+
+
+def copy_blocks(storage: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    if not _movable(storage):
+        reference.copy_blocks(storage, pairs)
+        return
+    _move(storage, 2, storage, 2, block_pairs(pairs, storage.shape[2], storage.shape[2]))
+
+
+def swap_out(storage: torch.Tensor, host: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    if not _movable(storage, host):
+        reference.swap_out(storage, host, pairs)
+        return
+    _move(storage, 2, host, 0, block_pairs(pairs, storage.shape[2], host.shape[0]))
+
+
+def swap_in(storage: torch.Tensor, host: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    if not _movable(storage, host):
+        reference.swap_in(storage, host, pairs)
+        return
+    _move(host, 0, storage, 2, block_pairs(pairs, storage.shape[2], host.shape[0]).flip(1))
+
+
+def _movable(*memories: torch.Tensor) -> bool:
+    return library() is not None and all(m.is_contiguous() and m.device.type == "cpu" for m in memories)
+
+
+def _move(src: torch.Tensor, src_dim: int, dst: torch.Tensor, dst_dim: int, pairs: torch.Tensor) -> None:
+    """Copy block pairs[i, 0] of src to pairs[i, 1] of dst, in order; blocks are numbered along the given dimensions."""
+    lib = library()
+    assert lib is not None
+    if len(pairs) == 0:
+        return
+    pairs = pairs.contiguous()
+    piece = src[0, 0, 0]  # K or V of one block and layer: whole in both layouts
+    lib.ss_move_blocks(
+        src.data_ptr(),
+        dst.data_ptr(),
+        pairs.data_ptr(),
+        len(pairs),
+        src.numel() // (src.shape[src_dim] * piece.numel()),
+        piece.nbytes,
+        *_strides(src, src_dim),
+        *_strides(dst, dst_dim),
+        torch.get_num_threads(),
+    )
+
+
+def _strides(memory: torch.Tensor, dim: int) -> tuple[int, int]:
+    """Bytes from one layer to the next and from one block to the next: storage numbers blocks along 2, host along 0."""
+    layer = 1 if dim == 2 else 2
+    return memory.stride(layer) * memory.itemsize, memory.stride(dim) * memory.itemsize

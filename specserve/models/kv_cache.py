@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
+
+from specserve.kernels.cpu.ops import copy_blocks
 
 
 class PagedKVCache:
     """K and V of every layer in blocks of `block_size` tokens.
 
     Attributes:
-        key, value: one tensor [num_blocks, block_size, num_kv_heads, head_dim] a layer, contiguous.
+        storage: [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim], K then V, contiguous.
+        key, value: one tensor [num_blocks, block_size, num_kv_heads, head_dim] a layer, parts of `storage`.
     """
 
     def __init__(
@@ -32,13 +35,12 @@ class PagedKVCache:
         self.dtype = dtype
         # Zeros, not empty: memory that was never written must not hold NaN, which would survive a masked product. The
         # pages are touched only when they are written.
-        self._storage = torch.zeros(
+        self.storage = torch.zeros(
             2, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
         )
-        self.key: tuple[torch.Tensor, ...] = tuple(self._storage[0].unbind(0))
-        self.value: tuple[torch.Tensor, ...] = tuple(self._storage[1].unbind(0))
+        self.key: tuple[torch.Tensor, ...] = tuple(self.storage[0].unbind(0))
+        self.value: tuple[torch.Tensor, ...] = tuple(self.storage[1].unbind(0))
 
-    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block src to dst in every layer, for each (src, dst), in order."""
-        for src, dst in pairs:
-            self._storage[:, :, dst].copy_(self._storage[:, :, src])
+        copy_blocks(self.storage, pairs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -11,7 +13,10 @@ from specserve.core.plan import BlockCopy, BlockSwap, StepPlan
 from specserve.models.batch import ForwardBatch
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
+from specserve.worker.host import HostBlocks
 from specserve.worker.inputs import Rows, build_batch
+
+MEASURED_BYTES = 8 * 2**20  # moved at a time to measure what a swap costs
 
 
 class Model(Protocol):
@@ -29,24 +34,34 @@ class ModelRunner:
 
     Args:
         pool: "target" or "draft": which of a plan's moves are this cache's.
+        num_host_blocks: of host memory for swapped KV.
     """
 
-    def __init__(self, model: Model, cache: PagedKVCache, *, pool: str = "target") -> None:
+    def __init__(self, model: Model, cache: PagedKVCache, *, pool: str = "target", num_host_blocks: int = 0) -> None:
         self.model = model
         self.cache = cache
         self.pool = pool
-        self._host: dict[int, torch.Tensor] = {}
+        self.host = HostBlocks(cache, num_host_blocks)
 
     @property
     def info(self) -> ModelInfo:
         return self.model.info
 
     @torch.inference_mode()
-    def move(self, plan: StepPlan) -> None:
-        """The plan's KV moves of this pool: swaps out, swaps in, copies."""
-        self._swap_out(s for s in plan.swap_out if s.pool == self.pool)
-        self._swap_in(s for s in plan.swap_in if s.pool == self.pool)
+    def move(self, plan: StepPlan) -> float:
+        """The plan's KV moves of this pool: swaps out, swaps in, copies.
+
+        Returns:
+            Seconds that the swaps took; 0.0 where there are none.
+        """
+        seconds = 0.0
+        if plan.swap_out or plan.swap_in:
+            begin = time.perf_counter()
+            self.host.swap_out(self._pairs(plan.swap_out))
+            self.host.swap_in(self._pairs(plan.swap_in))
+            seconds = time.perf_counter() - begin
         self.copy(plan.copies)
+        return seconds
 
     @torch.inference_mode()
     def copy(self, copies: Iterable[BlockCopy]) -> None:
@@ -60,21 +75,29 @@ class ModelRunner:
         """Logits of the last num_logits[i] rows of each item, float32 [sum, width]."""
         return self.model.forward(build_batch(items, num_logits, self.cache.block_size), self.cache)
 
+    @torch.inference_mode()
+    def measure_swap(self) -> float:
+        """Seconds to move one block one way; infinite without host memory. Call it while no plan is being run.
+
+        A few blocks go out to memory of their own and come back, so cache and host slots are as they were.
+        """
+        if self.host.num_blocks == 0:
+            return math.inf
+        size = self.cache.storage.nbytes // self.cache.num_blocks
+        count = max(1, min(MEASURED_BYTES // size, self.cache.num_blocks))
+        scratch = HostBlocks(self.cache, count)
+        pairs = [(i, i) for i in range(count)]
+        taken = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            scratch.swap_out(pairs)
+            scratch.swap_in(pairs)
+            taken.append(time.perf_counter() - begin)
+        return sorted(taken)[1] / (2 * count)  # the first touches new pages; a hiccup does not count either
+
     def close(self) -> None:
-        """Drop the copies in host memory."""
-        self._host.clear()
+        """Give the host memory back."""
+        self.host.close()
 
-    def _swap_out(self, swaps: Iterable[BlockSwap]) -> None:
-        for swap in swaps:
-            layers = [torch.stack([k[swap.device], v[swap.device]]) for k, v in self._layers()]
-            self._host[swap.host] = torch.stack(layers).cpu()
-
-    def _swap_in(self, swaps: Iterable[BlockSwap]) -> None:
-        for swap in swaps:
-            saved = self._host.pop(swap.host)
-            for (k, v), layer in zip(self._layers(), saved, strict=True):
-                k[swap.device] = layer[0]
-                v[swap.device] = layer[1]
-
-    def _layers(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(self.cache.key, self.cache.value, strict=True)
+    def _pairs(self, swaps: Sequence[BlockSwap]) -> list[tuple[int, int]]:
+        return [(s.device, s.host) for s in swaps if s.pool == self.pool]
