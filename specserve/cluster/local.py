@@ -10,6 +10,7 @@ import torch
 from specserve.core.plan import BlockCopy, SampledTokens, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from specserve.core.protocols import Bitmask, DraftRows
 from specserve.spec.verify import Verified, verify
+from specserve.worker.beams import continuations
 from specserve.worker.logprobs import token_logprobs
 from specserve.worker.runner import ModelRunner
 from specserve.worker.sampler import RowGroup, Sampled, sample
@@ -38,8 +39,8 @@ class LocalExecutor:
         self._draft = draft
         self._vocab_size = vocab_size
         self._states = StateTable(vocab_size, eos_ids)
-        self._logits = torch.empty(0)
-        self._forward_seconds = 0.0
+        self._logits = torch.empty(0, 0)
+        self._timings: dict[str, float] = {}
 
     def forward(self, plan: StepPlan) -> None:
         """KV moves, sampling states, the target's forward.
@@ -52,16 +53,18 @@ class LocalExecutor:
                 raise NotImplementedError("drafts with branches need tree attention; this executor runs chains only")
         begin = time.perf_counter()
         self._states.update(plan.added, plan.removed)
-        self._target.move(plan)
-        if self._draft is not None:
-            self._draft.move(plan)
+        swapping = sum(runner.move(plan) for runner in self._runners)
         if plan.requests:
             self._logits = self._target.forward(plan.requests, [r.num_logits for r in plan.requests])
-        self._forward_seconds = time.perf_counter() - begin
+        self._timings = {"forward": time.perf_counter() - begin - swapping}
+        if plan.swap_out or plan.swap_in:
+            self._timings["swap"] = swapping
 
     @torch.inference_mode()
     def sample(self, plan: StepPlan, masks: Mapping[str, Bitmask]) -> StepResult:
         """Sample the rows, verify the drafts, and take the emitted tokens into the sampling states.
+
+        Beams are not sampled: each gets its best continuations, and its state stays as it is.
 
         Raises:
             ValueError: a guided request with logits has no mask.
@@ -73,11 +76,16 @@ class LocalExecutor:
             if r.num_logits:
                 groups[r.request_id] = self._group(r, first, masks.get(r.request_id))
                 first += r.num_logits
-        sampled = sample(self._logits, list(groups.values()), self._vocab_size) if groups else Sampled([])
-        outputs = tuple(self._output(r, groups.get(r.request_id), sampled) for r in plan.requests)
-        self._logits = torch.empty(0)
-        timings = {"forward": self._forward_seconds, "sample": time.perf_counter() - begin}
-        return StepResult(plan.step, outputs, timings)
+        beams = {name: g for name, g in groups.items() if g.state.params.beams}
+        candidates = dict(zip(beams, continuations(self._logits, list(beams.values()), self._vocab_size), strict=True))
+        rest = [g for name, g in groups.items() if name not in beams]
+        sampled = sample(self._logits, rest, self._vocab_size) if rest else Sampled([])
+        outputs = []
+        for r in plan.requests:
+            found = candidates.get(r.request_id)
+            outputs.append(_beam(r, found) if found else self._output(r, groups.get(r.request_id), sampled))
+        self._logits = torch.empty(0, 0)
+        return StepResult(plan.step, tuple(outputs), {**self._timings, "sample": time.perf_counter() - begin})
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRows]) -> list[tuple[int, float]]:
@@ -99,12 +107,22 @@ class LocalExecutor:
         if self._draft is not None:
             self._draft.copy(copies)
 
+    def measure_swap(self) -> float:
+        """Seconds to move one block of the target and one of the draft one way; infinite without host memory.
+
+        Call it before the first plan. Takes a few milliseconds, and leaves every cache and host slot as it was.
+        """
+        return sum(runner.measure_swap() for runner in self._runners)
+
     def close(self) -> None:
         """Drop what the steps left behind; the models go with their last reference."""
-        self._logits = torch.empty(0)
-        self._target.close()
-        if self._draft is not None:
-            self._draft.close()
+        self._logits = torch.empty(0, 0)
+        for runner in self._runners:
+            runner.close()
+
+    @property
+    def _runners(self) -> list[ModelRunner]:
+        return [self._target] if self._draft is None else [self._target, self._draft]
 
     def _group(self, r: ScheduledRequest, first: int, mask: Bitmask | None) -> RowGroup:
         state = self._states[r.request_id]
@@ -147,3 +165,10 @@ class LocalExecutor:
             logits = sampled.processed[at] if group.keep_processed else self._logits[at, : self._vocab_size]
             entries.append(token_logprobs(logits, token, count))
         return tuple(entries)
+
+
+def _beam(r: ScheduledRequest, candidates: tuple[TokenLogprobs, ...]) -> SampledTokens:
+    # A row behind the draft that leaves no token is no error: without the draft it would not be there.
+    if not candidates[0].top_ids:
+        return SampledTokens(r.request_id, r.epoch, num_drafted=len(r.draft), error=NO_LEGAL_TOKEN)
+    return SampledTokens(r.request_id, r.epoch, num_drafted=len(r.draft), candidates=candidates)

@@ -74,7 +74,7 @@ def sample(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_size: int, *,
 
     Args:
         logits: float32 [m, at least vocab_size]; not changed. Ids from vocab_size on are padding.
-        groups: cover the m rows.
+        groups: of different rows; what a row of none of them gives means nothing.
         probs: whether to give probabilities.
     """
     logits = logits[:, :vocab_size]
@@ -83,7 +83,7 @@ def sample(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_size: int, *,
     others = [g for g in groups if not g.plain]
     if len(others) < len(groups):
         tokens[:] = _best(logits)
-    for batch in _batches(others):
+    for batch in batches(others):
         rows = np.concatenate([np.arange(g.first, g.first + g.count) for g in batch])
         tokens[rows] = _sample(logits, rows, batch, result, probs)
     result.token_ids = tokens.tolist()
@@ -146,7 +146,7 @@ def _best(x: torch.Tensor) -> np.ndarray:
     return np.asarray(torch.where(torch.isfinite(peak), best, NO_TOKEN).numpy())
 
 
-def _batches(groups: Sequence[RowGroup]) -> Iterator[list[RowGroup]]:
+def batches(groups: Sequence[RowGroup]) -> Iterator[list[RowGroup]]:
     """Groups in runs of at most MAX_ROWS rows (one group at least)."""
     batch: list[RowGroup] = []
     rows = 0

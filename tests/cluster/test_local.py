@@ -1,9 +1,11 @@
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 import torch
 
-from specserve.cluster.local import LocalExecutor
+from specserve.cluster.local import NO_LEGAL_TOKEN, LocalExecutor
 from specserve.core.plan import BlockCopy, BlockSwap, NewRequest, ScheduledRequest, StepPlan
 from specserve.core.protocols import DraftRows
 from specserve.core.sampling import SamplingParams
@@ -17,7 +19,7 @@ VOCAB = 48
 
 def executor(**options):
     model = TinyModel()
-    runner = ModelRunner(model, model.cache(8, 4))
+    runner = ModelRunner(model, model.cache(8, 4), num_host_blocks=2)
     return LocalExecutor(runner, vocab_size=VOCAB, eos_ids=[EOS], **options), runner
 
 
@@ -41,7 +43,7 @@ def test_chunks_without_logits_emit_nothing():
     result = run(ex, plan)
     assert result.step == 1
     assert [len(o.token_ids) for o in result.outputs] == [0, 1]
-    assert {"forward", "sample"} <= result.timings.keys()
+    assert result.timings.keys() == {"forward", "sample"}
 
 
 def test_a_tree_with_branches_is_refused():
@@ -75,17 +77,51 @@ def test_a_failing_row_behind_the_draft_does_not_fail_what_came_before():
     assert (result.token_ids, result.num_accepted, result.error) == ((first,), 0, None)
 
 
-def test_copies_and_swaps_run_before_the_forward():
-    ex, runner = executor()
-    cache = runner.cache
-    cache.key[0][3] = 7.0
-    cache.key[0][4] = 9.0
-    swap_out, swap_in = (BlockSwap(3, 0),), (BlockSwap(5, 0),)
-    copies = (BlockCopy(4, 3), BlockCopy(4, 6, "draft"))
-    ex.forward(StepPlan(1, (), swap_out=swap_out, swap_in=swap_in, copies=copies))
-    assert (cache.key[0][5] == 7.0).all(), "swapped in what was swapped out"
-    assert (cache.key[0][3] == 9.0).all()
-    assert (cache.key[0][6] == 1e3).all(), "another pool's copy is not ours"
+class TestMoves:
+    def test_a_plan_of_moves_alone(self):
+        ex, runner = executor()
+        cache = runner.cache
+        cache.key[0][3] = 7.0
+        cache.key[0][4] = 9.0
+        swap_out, swap_in = (BlockSwap(3, 0),), (BlockSwap(5, 0),)
+        copies = (BlockCopy(4, 3), BlockCopy(4, 6, "draft"))
+        result = run(ex, StepPlan(1, (), swap_out=swap_out, swap_in=swap_in, copies=copies))
+        assert (cache.key[0][5] == 7.0).all(), "swapped in what was swapped out"
+        assert (cache.key[0][3] == 9.0).all()
+        assert (cache.key[0][6] == 1e3).all(), "another pool's copy is not ours"
+        assert result.outputs == ()
+        assert result.timings["swap"] > 0
+        assert "swap" not in run(ex, StepPlan(2, (), copies=copies)).timings
+
+    def test_both_pools_are_moved_before_the_forward(self):
+        target, draft = TinyModel(), TinyModel()
+        runners = [
+            ModelRunner(target, target.cache(8, 4), num_host_blocks=1),
+            ModelRunner(draft, draft.cache(8, 4), pool="draft", num_host_blocks=1),
+        ]
+        ex = LocalExecutor(*runners, vocab_size=VOCAB, eos_ids=[EOS])
+        expected = run(executor()[0], StepPlan(1, (ask("a", [5, 6, 7, 8, 9]),), (new("a", [5, 6, 7, 8, 9]),)))
+        run(ex, StepPlan(1, (ask("a", [5, 6, 7, 8], logits=0),), (new("a", [5, 6, 7, 8, 9]),)))
+        ex.draft([DraftRows("a", (5, 6, 7, 8), 0, [2], False)])
+        saved = runners[1].cache.storage[:, :, 2].clone()
+        run(ex, StepPlan(2, (), swap_out=(BlockSwap(0, 0), BlockSwap(2, 0, "draft"))))
+        for runner in runners:
+            runner.cache.storage.fill_(1e3)
+        back = (BlockSwap(4, 0), BlockSwap(6, 0, "draft"))
+        result = run(ex, StepPlan(3, (ask("a", [9], start=4, blocks=(4, 7)),), swap_in=back))
+        assert result.outputs == expected.outputs
+        assert torch.equal(runners[1].cache.storage[:, :, 6], saved)
+
+    def test_what_a_swap_takes_is_measured_on_both_models(self):
+        ex, runner = executor()
+        before = runner.cache.storage.clone()
+        assert 0 < ex.measure_swap() < math.inf
+        assert torch.equal(runner.cache.storage, before)
+        runner.measure_swap = lambda: 2.0
+        assert ex.measure_swap() == 2.0
+        draft = ModelRunner(TinyModel(), TinyModel().cache(8, 4), pool="draft", num_host_blocks=1)
+        draft.measure_swap = lambda: 0.5
+        assert LocalExecutor(runner, draft, vocab_size=VOCAB).measure_swap() == 2.5
 
 
 def test_a_guided_request_is_never_sampled_without_its_mask():
@@ -118,6 +154,100 @@ def test_draft_rows_that_are_not_sampled_give_no_token():
     assert 0 < sampled[1] <= 1
     ex.copy([BlockCopy(1, 2, "draft")])
     assert torch.equal(ex._draft.cache.key[0][1], ex._draft.cache.key[0][2])
+
+
+class TestBeams:
+    def test_a_beam_is_not_sampled(self):
+        ex, _ = executor()
+        output = run(ex, StepPlan(1, (ask("a", [5, 6], draft=(7, 8)),), (new("a", [5, 6], beam_width=3),))).outputs[0]
+        assert (output.token_ids, output.num_drafted, output.num_accepted) == ((), 2, 0)
+        assert (output.logprobs, output.error) == ((), None)
+        assert [c.token_id for c in output.candidates] == [-1] * 3
+        for j, entry in enumerate(output.candidates):
+            alone, _ = executor()
+            tokens = (5, 6, 7, 8)[: 2 + j]
+            same = run(alone, StepPlan(1, (ask("a", tokens),), (new("a", tokens, beam_width=3),))).outputs[0]
+            assert same.candidates == (entry,), "a row is what it is without a draft"
+
+    def test_candidates_are_of_the_models_logits(self):
+        ex, runner = executor()
+        seen = []
+        forward = runner.forward
+        runner.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+        output = run(ex, StepPlan(1, (ask("a", [5, 6]),), (new("a", [5, 6], beam_width=3, temperature=0.0),))).outputs[
+            0
+        ]
+        scores, ids = torch.topk(torch.log_softmax(seen[0][0], 0), 4)
+        assert output.candidates[0].top_ids == tuple(ids.tolist())
+        assert output.candidates[0].top_logprobs == pytest.approx(scores.tolist(), abs=1e-5)
+
+    def test_its_state_stays_until_the_engine_adds_it_again(self):
+        params = {"beam_width": 2, "frequency_penalty": 1.0}
+        ex, _ = executor()
+        first = run(ex, StepPlan(1, (ask("a", [5], draft=(6,)),), (new("a", [5], **params),))).outputs[0]
+        again = run(ex, StepPlan(2, (ask("a", [5], draft=(6,)),))).outputs[0]
+        assert again.candidates == first.candidates
+        added = NewRequest("a", (5, 6), 1, SamplingParams(**params), 3)
+        told = run(ex, StepPlan(3, (ask("a", [6], start=1),), (added,))).outputs[0]
+        assert told.candidates == first.candidates[1:]
+
+    @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "frequency_penalty": 0.4, "logprobs": 2}])
+    def test_rows_of_a_beam_beside_others_change_nothing_for_either(self, params):
+        beam = {"beam_width": 4, "repetition_penalty": 1.2, "logit_bias": {9: 2.0}}
+        jobs = {"a": ((5, 6), params), "b": ((7, 8), beam), "c": ((9,), params), "d": ((4, 4), {"beam_width": 2})}
+
+        def step(*names):
+            ex, _ = executor()
+            rows = [ask(name, jobs[name][0], blocks=("abcd".index(name),), draft=(3,)) for name in names]
+            added = [new(name, jobs[name][0], **jobs[name][1]) for name in names]
+            return {o.request_id: o for o in run(ex, StepPlan(1, tuple(rows), tuple(added))).outputs}
+
+        together = step("a", "b", "c", "d")
+        assert list(together) == ["a", "b", "c", "d"]
+        for name in jobs:
+            assert step(name)[name] == together[name], "bit for bit"
+        assert [bool(o.candidates) for o in together.values()] == [False, True, False, True]
+
+    def test_a_beam_without_a_legal_token_fails_alone(self):
+        ex, _ = executor()
+        impossible = new("a", [5], beam_width=2, allowed_token_ids=(3,), banned_token_ids=(3,))
+        plan = StepPlan(1, (ask("a", [5]), ask("b", [6], blocks=(2,))), (impossible, new("b", [6], beam_width=2)))
+        failed, fine = run(ex, plan).outputs
+        assert (failed.error, failed.candidates) == (NO_LEGAL_TOKEN, ())
+        assert (fine.error, len(fine.candidates)) == (None, 1)
+
+    def test_a_dead_row_behind_the_draft_is_no_error(self):
+        ex, _ = executor()
+        masks = {"a": np.array([[-1, -1], [0, 0]], dtype=np.int32)}
+        plan = StepPlan(1, (ask("a", [5], draft=(6,)),), (new("a", [5], beam_width=2),))
+        output = run(ex, plan, masks).outputs[0]
+        assert output.error is None
+        assert [len(c.top_ids) for c in output.candidates] == [3, 0]
+
+    def test_a_guided_beam_needs_its_mask(self):
+        ex, _ = executor()
+        ex.forward(StepPlan(1, (plan := ask("a", [5]),), (new("a", [5], beam_width=2, guided={"regex": "a"}),)))
+        with pytest.raises(ValueError, match="mask"):
+            ex.sample(StepPlan(1, (plan,)), {})
+
+    def test_a_chunk_inside_the_prompt_gives_nothing(self):
+        ex, _ = executor()
+        output = run(ex, StepPlan(1, (ask("a", [5], logits=0),), (new("a", [5, 6], beam_width=2),))).outputs[0]
+        assert (output.candidates, output.token_ids, output.error) == ((), (), None)
+
+    def test_drafts_for_a_beam_are_greedy(self):
+        draft = TinyModel(seed=4)
+        ex = LocalExecutor(
+            ModelRunner(TinyModel(), TinyModel().cache(8, 4)),
+            ModelRunner(draft, draft.cache(8, 4), pool="draft"),
+            vocab_size=VOCAB,
+        )
+        names = {"a": {"beam_width": 3, "presence_penalty": 0.5}, "b": {"presence_penalty": 0.5}}
+        added = tuple(new(name, [5, 6], **params) for name, params in names.items())
+        ex.forward(StepPlan(1, tuple(ask(n, [5, 6], blocks=(i,)) for i, n in enumerate(names)), added))
+        beam, greedy = ex.draft([DraftRows(n, (5, 6), 0, [i], True) for i, n in enumerate(names)])
+        assert beam == greedy
+        assert beam[1] == 1.0
 
 
 class TestLogprobs:

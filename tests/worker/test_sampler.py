@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from specserve.core.plan import NewRequest
-from specserve.core.sampling import SamplingParams
+from specserve.core.sampling import SamplingParams, choice_seed
 from specserve.kernels.cpu.ops import gumbel
 from specserve.worker.sampler import NO_TOKEN, RowGroup, sample
 from specserve.worker.states import StateTable
@@ -88,6 +88,25 @@ class TestRows:
         noisy = x / torch.tensor(0.8) + gumbel(torch.tensor([2**63 - 2**64]), torch.tensor([9]), VOCAB)
         g = group(position=9, seed=2**63, temperature=0.8)
         assert sample(x, [g], VOCAB).token_ids == [int(noisy.argmax())]
+
+    def test_choices_of_one_prompt_draw_independently(self):
+        """Equal rows at equal positions, of the four seeds that a request with n = 4 gives its choices."""
+        vocab, draws = 4, 1500
+        x = torch.zeros(4, vocab)
+        tokens = []
+        for request in range(draws):
+            table = StateTable(vocab, [])
+            seeds = [choice_seed(request, i) for i in range(4)]
+            new = [NewRequest(str(i), (1,), 1, SamplingParams(temperature=1.0), s) for i, s in enumerate(seeds)]
+            table.update(new, [])
+            tokens.append(sample(x, [RowGroup(table[str(i)], i, 1, 1) for i in range(4)], vocab).token_ids)
+        drawn = np.array(tokens)
+        for a in range(4):
+            for b in range(a):
+                counts = np.bincount(drawn[:, a] * vocab + drawn[:, b], minlength=vocab**2)
+                expected = draws / vocab**2
+                # chi-square of all pairs of tokens, 15 degrees: 44.3 is exceeded once in 10,000 times
+                assert ((counts - expected) ** 2 / expected).sum() < 44.3
 
     def test_draws_follow_the_distribution(self):
         n = 4000
