@@ -117,8 +117,7 @@ class ChatView:
         self._end: FinishedEvent | None = None
 
     def open(self) -> list[bytes]:
-        # Which of several comes first is the engine's to say.
-        return [] if self._several else self._begin(0)
+        return self._begin(0)
 
     def feed(self, event: Event) -> list[bytes]:
         if isinstance(event, DeltaEvent):

@@ -67,33 +67,37 @@ def result(view, *events):
 ROLE = {"role": "assistant", "content": ""}
 SIDE_BY_SIDE = (
     StartedEvent("c", 7, 3, 0),
-    delta(1, "a"),
+    delta(2, "a"),
     delta(0, "b"),
-    end(1, "length"),
+    end(2, "length"),
     delta(0, "c"),
     end(0),
-    end(2),
+    end(1),
+    end(3),
     finished("length"),
 )
 
 
 def test_each_choice_of_a_chat_stream_has_its_role_its_text_and_its_end():
-    shown, raw = chunks(chat(n=3, stream=True, stream_options={"include_usage": True}), *SIDE_BY_SIDE)
+    shown, raw = chunks(chat(n=4, stream=True, stream_options={"include_usage": True}), *SIDE_BY_SIDE)
     assert shown == [
         (0, ROLE, None),
         (1, ROLE, None),
-        (1, {"content": "a"}, None),
+        (2, ROLE, None),
+        (2, {"content": "a"}, None),
         (0, {"content": "b"}, None),
-        (1, {}, "length"),
+        (2, {}, "length"),
         (0, {"content": "c"}, None),
         (0, {}, "stop"),
-        (2, ROLE, None),
-        (2, {}, "stop"),
+        (1, {}, "stop"),
+        (3, ROLE, None),
+        (3, {}, "stop"),
     ]
     assert [chunk["choices"][0]["seed"] for chunk in raw if chunk["choices"] and "seed" in chunk["choices"][0]] == [
-        101,
-        100,
         102,
+        100,
+        101,
+        103,
     ]
     assert raw[-1]["choices"] == []
     assert (raw[-1]["usage"]["completion_tokens"], raw[-1]["seed"]) == (9, 7)
@@ -101,25 +105,21 @@ def test_each_choice_of_a_chat_stream_has_its_role_its_text_and_its_end():
 
 
 def test_a_completion_stream_has_no_roles():
-    shown, _ = chunks(completion(n=3, stream=True), *SIDE_BY_SIDE)
-    assert shown == [
-        (1, "a", None),
-        (0, "b", None),
-        (1, "", "length"),
-        (0, "c", None),
-        (0, "", "stop"),
-        (2, "", "stop"),
-    ]
+    shown, _ = chunks(completion(n=4, stream=True), *SIDE_BY_SIDE)
+    texts = [(2, "a", None), (0, "b", None), (2, "", "length"), (0, "c", None)]
+    assert shown == [*texts, (0, "", "stop"), (1, "", "stop"), (3, "", "stop")]
 
 
 def test_a_chat_result_has_every_choice_by_index():
-    whole = result(chat(n=3, logprobs=True), *SIDE_BY_SIDE)
+    whole = result(chat(n=4, logprobs=True), *SIDE_BY_SIDE)
     assert [(c["index"], c["message"]["content"], c["finish_reason"], c["seed"]) for c in whole["choices"]] == [
         (0, "bc", "stop", 100),
-        (1, "a", "length", 101),
-        (2, "", "stop", 102),
+        (1, "", "stop", 101),
+        (2, "a", "length", 102),
+        (3, "", "stop", 103),
     ]
-    assert [[entry["token"] for entry in c["logprobs"]["content"]] for c in whole["choices"]] == [["b", "c"], ["a"], []]
+    logprobs = [[entry["token"] for entry in c["logprobs"]["content"]] for c in whole["choices"]]
+    assert logprobs == [["b", "c"], [], ["a"], []]
     assert (whole["seed"], whole["usage"]["prompt_tokens"]) == (7, 3)
 
 
@@ -156,3 +156,13 @@ def test_choices_of_a_request_that_was_cut_have_no_end_of_their_own(last):
     if isinstance(last, FailedEvent):
         assert raw[-1]["error"]["code"] == "engine_died"
     assert [c["finish_reason"] for c in result(chat(n=2), *events)["choices"]] == [None, "stop"]
+
+
+def test_one_choice_of_a_request_that_was_cut_has_no_end_either():
+    events = (delta(0, "a"), finished("cancelled"))
+    assert chunks(chat(stream=True), *events)[0] == [(0, ROLE, None), (0, {"content": "a"}, None)]
+    assert result(chat(), *events)["choices"][0]["finish_reason"] is None
+
+
+def test_a_chat_stream_says_something_before_the_engine_does():
+    assert [len(view.open()) for view in (chat(), chat(n=2), completion(n=2))] == [1, 1, 0]
