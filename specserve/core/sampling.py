@@ -249,8 +249,11 @@ class SamplingParams:
         return own if self.ignore_eos else own.union(eos_ids)
 
     def draft_cap(self) -> int | None:
-        """Most drafted tokens a step that this request accepts; None for no cap of its own."""
-        if self.speculation is False:
+        """Most drafted tokens a step that this request accepts; None for no cap of its own.
+
+        Beams are drafted for only where asked: a draft pays there only if every beam goes on as drafted.
+        """
+        if self.speculation is False or (self.speculation is None and self.beams):
             return 0
         if isinstance(self.speculation, Mapping):
             cap = self.speculation.get("num_speculative_tokens")

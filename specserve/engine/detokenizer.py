@@ -20,6 +20,12 @@ class Detokenizer:
     def __init__(self) -> None:
         self._decoder = _UTF8(errors="replace")
 
+    def fork(self) -> Detokenizer:
+        """An independent copy at the same state."""
+        copy = Detokenizer()
+        copy._decoder.setstate(self._decoder.getstate())
+        return copy
+
     def push(self, data: bytes) -> str:
         """The characters that `data` completes."""
         return self._decoder.decode(data)

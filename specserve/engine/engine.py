@@ -7,7 +7,6 @@ One step: grammars that are compiled -> drafts -> schedule -> forward -> masks -
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 
 from specserve.core.errors import InvalidRequestError, SpecserveError
@@ -21,11 +20,11 @@ from specserve.core.messages import (
 from specserve.core.plan import StepPlan
 from specserve.core.protocols import Drafter, Executor
 from specserve.core.request import Request, Status
-from specserve.engine.checks import EngineLimits, Vocabulary, check_params, check_prompt, resolve_params
+from specserve.engine.checks import EngineLimits, Vocabulary
 from specserve.engine.compile import CompilePool, Compiler
 from specserve.engine.drafting import Controller, Drafting
 from specserve.engine.faults import log_fault
-from specserve.engine.judge import Judge
+from specserve.engine.intake import take_in
 from specserve.engine.live import LiveRequest
 from specserve.engine.masking import fill_masks
 from specserve.engine.metrics import Metrics
@@ -100,7 +99,7 @@ class Engine:
         """Take a command in; its events come with the next step. Never raises for what a request did wrong."""
         if isinstance(command, AbortCommand):
             self._abort(command.request_id)
-        elif command.request_id in self._live:
+        elif self._live.taken(command.request_id):
             logger.error("a request id that is in use was given again; ignored")
         else:
             try:
@@ -130,6 +129,7 @@ class Engine:
             metrics.set(name, value)
         metrics.set("drafter_faults_total", self._drafting.faults)
         metrics.set("num_preemptions_total", self.scheduler.num_preemptions)
+        metrics.set("num_swapped_total", self.scheduler.num_swapped)
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -137,6 +137,8 @@ class Engine:
             kv_blocks_used=usage.blocks_used,
             draft_kv_blocks=usage.draft_blocks,
             draft_kv_blocks_used=usage.draft_blocks_used,
+            host_kv_blocks=usage.host_blocks,
+            host_kv_blocks_used=usage.host_blocks_used,
             counters=metrics.snapshot(),
         )
 
@@ -154,38 +156,24 @@ class Engine:
     # Requests in and out.
 
     def _accept(self, command: GenerateCommand) -> None:
-        size = self.vocabulary.vocab_size
-        check_prompt(command, size, self.limits.max_model_len)
-        check_params(command.params, size)
-        seed = secrets.randbits(64) if command.params.seed is None else command.params.seed
-        params = resolve_params(command, self.limits.max_model_len, self.kv.max_positions, seed)
-        guided = params.guided
-        request = Request(
-            command.request_id,
-            list(command.prompt_token_ids),
-            params,
-            seed=seed,
-            namespace=command.namespace,
-            priority=command.priority,
-            arrival=self._arrivals,
-            status=Status.WAITING if guided is None else Status.COMPILING,
-        )
-        budget = params.max_tokens or 1
-        judge = Judge(params, self.vocabulary.token_bytes, params.end_ids(self.vocabulary.eos_ids), budget)
-        live = LiveRequest(request, judge, command.report_speculation)
+        taken = take_in(command, self.limits, self.vocabulary, self.kv.max_positions, self._arrivals)
+        first = taken.first
+        guided = first.request.params.guided
         if guided is not None and self._compiling is None:
             raise InvalidRequestError("guided: this engine has no grammar compiler", param="guided")
         # Queued before its grammar is compiled: what can never fit is refused at once, and order is order of arrival.
-        self.scheduler.add(request)
+        self.scheduler.add_all([live.request for live in taken.lives])
         if guided is not None and self._compiling is not None:
             try:
-                self._compiling.submit(request.request_id, guided)
+                self._compiling.submit(first.request_id, guided)
             except Exception:
-                self.scheduler.finish(request.request_id)
+                for live in taken.lives:
+                    self.scheduler.finish(live.request_id)
                 raise
-            self._live.queued(live)
         self._arrivals += 1
-        self._live.add(live)
+        self._live.add(taken.lives, taken.group)
+        if guided is not None:
+            self._live.queued(first)
 
     def _admit_compiled(self) -> None:
         if self._compiling is None:
@@ -195,14 +183,15 @@ class Engine:
             try:
                 if isinstance(outcome, Exception):
                     raise outcome
-                live.judge.matcher = outcome
-                live.request.move_to(Status.WAITING)
+                # One grammar for all sequences of the request, a state of it for each.
+                for each in list(live.group.lives.values()) if live.group is not None else [live]:
+                    each.judge.matcher = outcome if each is live else outcome.fork()
+                    each.request.move_to(Status.WAITING)
             except Exception as error:
                 self._live.fail(live, error)
 
     def _abort(self, request_id: str) -> None:
-        live = self._live.get(request_id)
-        if live is not None:
+        for live in self._live.of(request_id):
             self._live.end_early(live, "cancelled")
 
     def _drop(self, live: LiveRequest) -> None:
@@ -238,6 +227,7 @@ class Engine:
             self._fail_plan(plan, error)
             return
         seconds = time.perf_counter() - began
+        self.scheduler.observe(time.perf_counter() - drafted, result.timings.get("swap", 0.0))
         self._drafting.observe(plan, settled.result, seconds)
         self.metrics.step({"draft": drafted - began, **result.timings}, seconds)
         self._publish(settled)
@@ -246,11 +236,16 @@ class Engine:
         """Events of a step whose outputs are committed."""
         for draft, accepted in settled.drafts:
             self.metrics.draft(draft, accepted)
-        self._live.events.extend(settled.events)
+        self._live.publish(settled.events)
         for live, reason in settled.finished:
             self._live.finish(live, reason)
         for live, error in settled.failed:
             self._live.fail(live, error)
+        for search in settled.searches:
+            if search.done:
+                self._live.finish_group(search, search.results())
+            elif search.lives:
+                self._live.add(list(search.apply(self.scheduler, self._live.remove)))
 
     def _fail_plan(self, plan: StepPlan, error: Exception) -> None:
         """The executor failed: every request of the plan ends; nothing of the step is committed."""

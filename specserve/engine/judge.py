@@ -14,6 +14,7 @@ a token is held back while its text has not begun outside a possible stop text o
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,23 @@ class Judge:
     def remaining(self) -> int:
         """Tokens that the budget leaves."""
         return self.budget - self.num_tokens
+
+    def fork(self) -> Judge:
+        """An independent copy at the same state, with a grammar state of its own."""
+        other = copy.copy(self)
+        other.matcher = self.matcher.fork() if self.matcher is not None else None
+        other._detokenizer = self._detokenizer.fork()
+        other._stops = self._stops.fork()
+        other._queue = self._queue.copy()
+        return other
+
+    def end_by(self, token: int) -> str | None:
+        """The finish reason that `token` would give next, or None. Nothing changes."""
+        if token in self.end_ids:
+            return "stop"
+        if self.matcher is None and not self._stops:
+            return "length" if self.num_tokens + 1 >= self.budget else None
+        return self.fork().judge((token,)).finish_reason
 
     def judge(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> Verdict:
         """Take one step's tokens in.

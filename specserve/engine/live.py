@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from specserve.core.messages import Logprob, PositionLogprobs, SpeculationStep, Usage
 from specserve.core.plan import TokenLogprobs
@@ -11,6 +12,10 @@ from specserve.core.protocols import Matcher
 from specserve.core.request import Request
 from specserve.core.tree import TokenTree
 from specserve.engine.judge import Judge, Release
+
+if TYPE_CHECKING:
+    from specserve.engine.beams import BeamGroup
+    from specserve.engine.group import Group
 
 TokenBytes = Callable[[int], bytes]
 
@@ -23,6 +28,8 @@ class LiveRequest:
         epoch: the request's when last seen; a change tells that it was preempted.
         queued, started: the event was sent.
         drafted, accepted: draft tokens by source.
+        group: the request of several sequences that this one is of; None for a request of one.
+        beam: the same, where it is a beam search.
     """
 
     request: Request
@@ -33,6 +40,8 @@ class LiveRequest:
     started: bool = False
     drafted: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
+    group: Group | None = None
+    beam: BeamGroup | None = None
 
     @property
     def request_id(self) -> str:

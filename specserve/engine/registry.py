@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from specserve.core.messages import DeltaEvent, Event, FinishedEvent, GenerateCommand, QueuedEvent, StartedEvent
 from specserve.engine.faults import failed_event, log_fault
+from specserve.engine.group import Group
 from specserve.engine.judge import Release
 from specserve.engine.live import LiveRequest, TokenBytes, position_logprobs
 from specserve.engine.metrics import Metrics
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 class Registry(Mapping[str, LiveRequest]):
     """Requests between their command and their terminal event, by id. Whoever leaves gets exactly one such event.
+
+    A group's members are here under their own ids; their events reach the owner through the group, under its id.
 
     Args:
         drop: called as a request leaves, to free what others keep of it.
@@ -34,6 +37,7 @@ class Registry(Mapping[str, LiveRequest]):
         self._numerics = numerics
         self._drop = drop
         self._live: dict[str, LiveRequest] = {}
+        self._groups: dict[str, Group] = {}
 
     def __getitem__(self, request_id: str) -> LiveRequest:
         return self._live[request_id]
@@ -49,24 +53,49 @@ class Registry(Mapping[str, LiveRequest]):
         events, self.events = self.events, []
         return events
 
-    def add(self, live: LiveRequest) -> None:
-        self._live[live.request_id] = live
+    def add(self, lives: Iterable[LiveRequest], group: Group | None = None) -> None:
+        self._live.update((live.request_id, live) for live in lives)
+        if group is not None:
+            self._groups[group.request_id] = group
+
+    def taken(self, request_id: str) -> bool:
+        """A request, a group or a member has this id."""
+        return request_id in self._live or request_id in self._groups
+
+    def of(self, request_id: str) -> list[LiveRequest]:
+        """What lives of the owner's request."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            return list(group.lives.values())
+        live = self._live.get(request_id)
+        return [live] if live is not None and live.group is None else []
+
+    def publish(self, events: Iterable[Event]) -> None:
+        """Events of live requests, before any of them leaves: each reaches its owner."""
+        if not self._groups:
+            self.events.extend(events)
+            return
+        for event in events:
+            live = self._live.get(event.request_id)
+            if live is None or live.group is None:
+                self.events.append(event)
+            else:
+                self.events.extend(live.group.translate(live, event))
 
     def queued(self, live: LiveRequest) -> None:
         """The request waits; said once."""
         if not live.queued:
             live.queued = True
-            self.events.append(QueuedEvent(live.request_id))
+            self.publish((QueuedEvent(live.request_id),))
 
     def started(self, live: LiveRequest) -> None:
         """The request runs for the first time."""
         live.started = True
         request = live.request
-        self._metrics.add("prefix_cache_queries_total", request.num_prompt_tokens)
-        self._metrics.add("prefix_cache_hits_total", request.num_cached)
-        self.events.append(
-            StartedEvent(request.request_id, request.seed, request.num_prompt_tokens, request.num_cached)
-        )
+        if request.index == 0:  # the others of a family fork what it has
+            self._metrics.add("prefix_cache_queries_total", request.num_prompt_tokens)
+            self._metrics.add("prefix_cache_hits_total", request.num_cached)
+        self.publish((StartedEvent(request.request_id, request.seed, request.num_prompt_tokens, request.num_cached),))
 
     def end_early(self, live: LiveRequest, reason: str) -> None:
         """End an answer between two steps: what was held back is shown first."""
@@ -75,14 +104,41 @@ class Registry(Mapping[str, LiveRequest]):
 
     def finish(self, live: LiveRequest, reason: str) -> None:
         self.remove(live)
+        if live.group is not None:
+            self._conclude(live.group.ended(live, reason))
+            return
         usage = live.usage()
         self._metrics.finished(reason, usage)
         self.events.append(FinishedEvent(live.request_id, reason, usage, live.request.seed, self._numerics))
 
+    def finish_group(self, group: Group, events: Iterable[Event]) -> None:
+        """A group ends with all members that still live; the last of `events` is terminal."""
+        events = list(events)
+        for live in list(group.lives.values()):
+            self.remove(live)
+        self._conclude(events)
+
+    def _conclude(self, events: Iterable[Event]) -> None:
+        """Events of a group, which has ended if one of them is terminal."""
+        for event in events:
+            self.events.append(event)
+            if isinstance(event, FinishedEvent):
+                self._groups.pop(event.request_id, None)
+                self._metrics.finished(event.finish_reason, event.usage)
+
     def fail(self, live: LiveRequest, error: BaseException) -> None:
-        self.remove(live)
+        """One sequence's fault ends its whole group. A no-op for one that has left already."""
+        if live.request_id not in self._live:
+            return
+        name, usage = live.request_id, live.usage()
+        leaving = [live]
+        if live.group is not None:
+            name, usage, leaving = live.group.request_id, live.group.usage(), list(live.group.lives.values())
+            self._groups.pop(name, None)
+        for each in leaving:
+            self.remove(each)
         log_fault(logger, "a request failed", error)
-        event = failed_event(live.request_id, error, live.usage())
+        event = failed_event(name, error, usage)
         self._metrics.failed(event.code, event.usage)
         self.events.append(event)
 
@@ -101,4 +157,4 @@ class Registry(Mapping[str, LiveRequest]):
     def _emit(self, live: LiveRequest, release: Release) -> None:
         if release.token_ids or release.text:
             logprobs = position_logprobs(release, self._token_bytes)
-            self.events.append(DeltaEvent(live.request_id, release.token_ids, release.text, logprobs))
+            self.publish((DeltaEvent(live.request_id, release.token_ids, release.text, logprobs),))

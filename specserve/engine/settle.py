@@ -10,6 +10,7 @@ from specserve.core.errors import InvalidRequestError
 from specserve.core.messages import DeltaEvent, Event, ProgressEvent
 from specserve.core.plan import SampledTokens, ScheduledRequest, StepPlan, StepResult
 from specserve.core.tree import EMPTY_TREE, TokenTree
+from specserve.engine.beams import BeamGroup
 from specserve.engine.judge import Verdict
 from specserve.engine.live import LiveRequest, TokenBytes, position_logprobs, speculation_step
 
@@ -20,6 +21,7 @@ class Settled:
 
     Attributes:
         drafts: each verified draft, as far as the answer went, and how many of its tokens were accepted.
+        searches: beam searches with an output in this step.
     """
 
     result: StepResult
@@ -27,6 +29,7 @@ class Settled:
     finished: list[tuple[LiveRequest, str]] = field(default_factory=list)
     failed: list[tuple[LiveRequest, Exception]] = field(default_factory=list)
     drafts: list[tuple[TokenTree, int]] = field(default_factory=list)
+    searches: list[BeamGroup] = field(default_factory=list)
 
 
 def settle(
@@ -38,7 +41,7 @@ def settle(
 ) -> Settled:
     """Judge every output. A request whose judge fails, or that is in `broken`, emits nothing and fails alone."""
     settled = Settled(result)
-    outputs = []
+    outputs: list[SampledTokens] = []
     for scheduled, output in zip(plan.requests, result.outputs, strict=True):
         live = lives.get(output.request_id)
         if live is None:
@@ -53,6 +56,8 @@ def settle(
             live.judge.num_tokens = before
             settled.failed.append((live, error))
             outputs.append(_cut(output, 0))
+    if settled.searches:
+        _resolve(settled, plan, outputs, lives)
     settled.result = dataclasses.replace(result, outputs=tuple(outputs))
     return settled
 
@@ -60,6 +65,11 @@ def settle(
 def _settle_one(
     settled: Settled, live: LiveRequest, scheduled: ScheduledRequest, output: SampledTokens, token_bytes: TokenBytes
 ) -> SampledTokens:
+    if live.beam is not None and scheduled.num_logits:
+        live.beam.collect(scheduled, output)
+        if live.beam not in settled.searches:
+            settled.searches.append(live.beam)
+        return output
     if output.error is not None:
         raise InvalidRequestError(output.error, code="no_legal_token")
     if scheduled.num_logits == 0:
@@ -84,6 +94,25 @@ def _settle_one(
         settled.finished.append((live, verdict.finish_reason))
     cut = _cut(output, verdict.num_tokens)
     return dataclasses.replace(cut, num_drafted=len(draft), num_accepted=accepted)
+
+
+def _resolve(settled: Settled, plan: StepPlan, outputs: list[SampledTokens], lives: Mapping[str, LiveRequest]) -> None:
+    """Let the searches choose; drafted tokens along which all beams of one went become their outputs."""
+    held: dict[str, tuple[int, ...]] = {}
+    for search in settled.searches:
+        try:
+            held.update(search.resolve())
+        except Exception as error:
+            settled.failed.append((next(iter(search.lives.values())), error))
+    for i, scheduled in enumerate(plan.requests):
+        live = lives.get(scheduled.request_id)
+        if live is None or live.beam is None or not scheduled.num_logits:
+            continue
+        tokens = held.get(scheduled.request_id, ())
+        outputs[i] = dataclasses.replace(outputs[i], token_ids=tokens, num_accepted=len(tokens))
+        live.count_draft(scheduled.draft, len(tokens))
+        if scheduled.draft:
+            settled.drafts.append((scheduled.draft, len(tokens)))
 
 
 def _verified(draft: TokenTree, output: SampledTokens, verdict: Verdict) -> tuple[TokenTree, int]:

@@ -31,6 +31,13 @@ class StopMatcher:
     def __bool__(self) -> bool:
         return bool(self._stops)
 
+    def fork(self) -> StopMatcher:
+        """An independent copy at the same state."""
+        copy = StopMatcher.__new__(StopMatcher)
+        copy._stops, copy._failures = self._stops, self._failures
+        copy._states = self._states.copy()
+        return copy
+
     @property
     def withheld(self) -> int:
         """How many of the last characters may still be the beginning of a stop text."""

@@ -84,7 +84,7 @@ class Watchdog:
 
     def stepped(self, plan: StepPlan, result: StepResult) -> None:
         """A step is committed."""
-        if any(output.token_ids for output in result.outputs):
+        if any(output.token_ids or output.candidates for output in result.outputs):
             advanced = True
             self._reached.clear()
         else:

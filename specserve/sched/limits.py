@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from specserve.core.errors import CapacityError, InvalidRequestError
 from specserve.core.request import Request, Status
 from specserve.kv.manager import KVManager
+from specserve.sched.family import beam_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +40,21 @@ class SchedulerLimits:
         return min(self.max_running, self.max_batched_tokens)
 
 
-def check_new(request: Request, kv: KVManager) -> None:
+def check_new(request: Request, kv: KVManager, limits: SchedulerLimits) -> None:
     """Refuse a request that could never run.
 
     Raises:
         ValueError: its status is not that of a new request.
         InvalidRequestError: it has no tokens.
-        CapacityError: prompt and max_tokens exceed the target's pool, even with nothing else in it.
+        CapacityError: prompt and max_tokens exceed the target's pool, even with nothing else in it; or its beams do, or
+            there are more of them than requests may run.
     """
     if request.status not in (Status.WAITING, Status.COMPILING):
         raise ValueError(f"request {request.request_id} is {request.status.value}")
     if request.num_tokens == 0:
         raise InvalidRequestError("prompt: has no tokens", param="prompt")
+    if request.params.beams:
+        _check_beams(request, kv, limits)
     max_tokens = request.params.max_tokens
     needed = request.num_tokens + (1 if max_tokens is None else max_tokens)
     if kv.can_ever_fit(needed):
@@ -62,3 +66,22 @@ def check_new(request: Request, kv: KVManager) -> None:
         "max_tokens or raise kv_memory",
         param="max_tokens" if kv.can_ever_fit(request.num_tokens + 1) else "prompt",
     )
+
+
+def _check_beams(request: Request, kv: KVManager, limits: SchedulerLimits) -> None:
+    beams = request.params.beams
+    if beams > limits.places:
+        raise CapacityError(
+            f"beam_width: {beams} beams run at once, the engine runs at most {limits.places}: lower beam_width or "
+            "raise max_running and max_batched_tokens",
+            param="beam_width",
+        )
+    max_tokens = request.params.max_tokens or 1
+    needed = beam_blocks(request.num_tokens, max_tokens, beams, kv.block_size)
+    if needed > kv.target.num_blocks:
+        raise CapacityError(
+            f"beam_width: {beams} beams of {request.num_tokens} prompt tokens and max_tokens {max_tokens} need up to "
+            f"{needed} KV blocks; the pool has {kv.target.num_blocks}: lower beam_width or max_tokens, or raise "
+            "kv_memory",
+            param="beam_width",
+        )

@@ -18,18 +18,24 @@ class Verdict(enum.Enum):
 
     ADMITTED = "admitted"
     BLOCKED = "blocked"  # does not fit now; others may pass it
+    HELD = "held"  # better off a little later, whatever room there is; others pass without ageing it
     UNABLE = "unable"  # can never fit any more; does not hold the others up
     STOP = "stop"  # the step is full
 
 
-def admission_order(request: Request) -> tuple[int, bool, int]:
-    """Sort key of waiting requests."""
-    return (request.priority, request.status is not Status.PREEMPTED, request.arrival)
+_RAN_BEFORE = frozenset({Status.PREEMPTED, Status.SWAPPED})
 
 
-def running_order(request: Request) -> tuple[int, int]:
+def admission_order(request: Request) -> tuple[int, bool, int, int]:
+    """Sort key of waiting requests. A beam that waits belongs to a search that ran before."""
+    family = request.family
+    ran = request.status in _RAN_BEFORE or (family is not None and family.in_step and request.index > 0)
+    return (request.priority, not ran, request.arrival, request.index)
+
+
+def running_order(request: Request) -> tuple[int, int, int]:
     """Sort key of running requests: the first is served first, the last is preempted first."""
-    return (request.priority, request.arrival)
+    return (request.priority, request.arrival, request.index)
 
 
 class WaitingQueue:
@@ -81,6 +87,9 @@ class WaitingQueue:
             verdict = attempt(request)
             if verdict is Verdict.STOP:
                 return
+            if verdict is Verdict.HELD:
+                i += 1
+                continue
             if verdict is Verdict.ADMITTED:
                 del self._queue[i]
                 self._passed.pop(request.request_id, None)

@@ -7,13 +7,18 @@ beside decodes Sarathi-Serve's (Agrawal et al. 2024, section 4).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specserve.core.errors import OverloadedError
 from specserve.core.plan import SampledTokens, ScheduledRequest, StepPlan, StepResult
-from specserve.core.request import Request
+from specserve.core.request import Request, Status
 from specserve.core.tree import EMPTY_TREE
-from specserve.kv.manager import KVManager, SequenceKV
+from specserve.kv.manager import KVManager
+from specserve.sched.budget import TokenBudget
+from specserve.sched.flight import Flight, advance, check_output
 from specserve.sched.limits import SchedulerLimits, check_new
 from specserve.sched.policy import WaitingQueue
+from specserve.sched.preempt import Preemption
 from specserve.sched.roster import Roster
 from specserve.sched.step import Step
 
@@ -23,36 +28,35 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 class Scheduler:
     """Owns every live request. Not thread-safe: one engine loop drives it.
 
+    Args:
+        preemption: how KV gives way; None chooses by measured costs.
+        budget: rows of prompt chunks beside decodes; None for as many as a step has.
+
     Attributes:
         exhausted: requests that the last `schedule()` found to fill the whole pool, so that they can never take
             another token (only possible without max_tokens). The engine ends them.
         stalled_steps: calls of `schedule()` that planned nothing although a request waits that is ready to run.
     """
 
-    __slots__ = (
-        "_deferred",
-        "_plan",
-        "_planned",
-        "_requests",
-        "_roster",
-        "_step",
-        "exhausted",
-        "kv",
-        "limits",
-        "stalled_steps",
-    )
-
-    def __init__(self, limits: SchedulerLimits, kv: KVManager) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        *,
+        preemption: Preemption | None = None,
+        budget: TokenBudget | None = None,
+    ) -> None:
         self.limits = limits
         self.kv = kv
+        self.preemption = preemption or Preemption()
+        self.budget = budget or TokenBudget(limits.max_batched_tokens, 0)
         self.exhausted: list[Request] = []
         self.stalled_steps = 0
         self._requests: dict[str, Request] = {}
         self._roster = Roster(kv, WaitingQueue(limits.skip_window, limits.skip_patience))
         self._step = 0
-        self._plan: StepPlan | None = None
-        self._planned: list[Request] = []  # of the plan in flight, in its order
-        self._deferred: list[SequenceKV] = []  # of requests that ended while their plan was in flight
+        self._flight: Flight | None = None
+        self._last: Flight | None = None  # the one committed last
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -61,13 +65,18 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """Requests without KV (waiting, compiling, preempted), in admission order."""
+        """Requests without KV blocks (waiting, compiling, preempted, swapped), in admission order."""
         return tuple(self._roster.waiting)
 
     @property
     def num_preemptions(self) -> int:
         """Since the start."""
         return self._roster.num_preemptions
+
+    @property
+    def num_swapped(self) -> int:
+        """Of the preemptions, those that moved the KV to the host pool."""
+        return self._roster.num_swapped
 
     @property
     def has_work(self) -> bool:
@@ -86,16 +95,51 @@ class Scheduler:
             InvalidRequestError: it has no tokens.
             ValueError: its id is live, or its status is another.
         """
-        if request.request_id in self._requests:
-            raise ValueError(f"request {request.request_id} is live already")
-        check_new(request, self.kv)
+        self.add_all((request,))
+
+    def add_all(self, requests: Sequence[Request]) -> None:
+        """Queue the members of one family, or none of them; raises what `add` does."""
         waiting = self._roster.waiting
-        if len(waiting) >= self.limits.max_waiting:
+        for request in requests:
+            if request.request_id in self._requests:
+                raise ValueError(f"request {request.request_id} is live already")
+            check_new(request, self.kv, self.limits)
+        if len(waiting) + len(requests) > self.limits.max_waiting:
             raise OverloadedError(
                 f"{len(waiting)} requests wait already, the limit is {self.limits.max_waiting}; try again later"
             )
+        for request in requests:
+            self._adopt(request)
+            waiting.push(request)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Add a member of `parent`'s family that goes on from all that is computed of it, copy-on-write.
+
+        `child` is WAITING, and its tokens begin with those computed. It runs at once if `parent` does; otherwise it is
+        queued. Not while a plan is in flight.
+        """
+        self._must_be_down()
+        self._adopt(child)
+        self._roster.fork(parent, child)
+
+    def preempt(self, request: Request) -> None:
+        """Make a running request, with its beams, give its KV up now, as if others needed it."""
+        self._must_be_down()
+        self._roster.preempt(request, self.preemption, self.budget.seconds_per_row)
+
+    def revise(self, request: Request) -> None:
+        """The sampling state of a running request is sent again with the next plan: its tokens were changed."""
+        if request.status is Status.RUNNING:
+            self._roster.states.again(request)
+
+    def _must_be_down(self) -> None:
+        if self._flight is not None:
+            raise RuntimeError(f"plan {self._flight.plan.step} is in flight: commit or abandon it first")
+
+    def _adopt(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        waiting.push(request)
+        if request.family is not None:
+            request.family.members.append(request)
 
     def finish(self, request_id: str) -> Request | None:
         """End a request in whatever state it is and give back all that it holds. None for an unknown id.
@@ -107,8 +151,8 @@ class Scheduler:
             return None
         seq = self._roster.end(request)
         if seq is not None:
-            if any(planned is request for planned in self._planned):
-                self._deferred.append(seq)
+            if self._flight is not None and self._flight.holds(request):
+                self._flight.deferred.append(seq)
             else:
                 self.kv.release(seq)
         return request
@@ -119,25 +163,29 @@ class Scheduler:
         Raises:
             RuntimeError: the last plan is neither committed nor abandoned, or a request has nothing left to compute.
         """
-        if self._plan is not None:
-            raise RuntimeError(f"plan {self._plan.step} is in flight: commit or abandon it first")
-        step = Step(self.limits, self._roster)
+        self._must_be_down()
+        roster = self._roster
+        step = Step(self.limits, roster, self.budget, self.preemption)
         step.decide()
         self.exhausted = step.exhausted
-        if not step.rows:
+        if not (step.rows or roster.swap_out):
             self.stalled_steps += self.has_work
             return None
         self._step += 1
-        added, removed = self._roster.states.changes(step.started)
-        self._plan = StepPlan(
+        added, removed = roster.states.changes(step.started)
+        plan = StepPlan(
             step=self._step,
             requests=tuple([row.build() for row in step.rows]),
             added=added,
             removed=removed,
             copies=tuple([copy for row in step.rows if row.copies for copy in row.copies]),
+            swap_out=tuple(roster.swap_out),
+            swap_in=tuple(roster.swap_in),
         )
-        self._planned = [row.request for row in step.rows]
-        return self._plan
+        planned = [row.request for row in step.rows]
+        moved = len(roster.swap_out) + len(roster.swap_in)
+        self._flight = Flight(plan, planned, step.num_decoding, step.chunk_rows, moved)
+        return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Take a step's outcome over: the only place where state changes after a forward.
@@ -151,23 +199,33 @@ class Scheduler:
         Raises:
             ValueError: this is not the plan in flight, or an output cannot come from it. Nothing is changed.
         """
-        if plan is not self._plan or result.step != plan.step:
+        flight = self._flight
+        if flight is None or plan is not flight.plan or result.step != plan.step:
             raise ValueError(f"plan {plan.step}, result {result.step}: not the step in flight")
         outputs = {output.request_id: output for output in result.outputs}
         for entry in plan.requests:
-            _check_output(entry, outputs.get(entry.request_id))
+            check_output(entry, outputs.get(entry.request_id))
         advanced = []
-        for entry, request in zip(plan.requests, self._planned, strict=True):
+        for entry, request in zip(plan.requests, flight.planned, strict=True):
             if request.epoch != entry.epoch:
                 continue  # it ended since
             output = outputs.get(entry.request_id)
             if output is not None and output.epoch == entry.epoch:
-                self._advance(request, entry, output)
+                advance(request, entry, output, self.kv)
                 advanced.append(request)
             request.draft = EMPTY_TREE
             self.kv.rollback(request.kv)
-        self._end_plan()
+        self._roster.plan_ran()
+        self._land(flight)
+        self._last = flight
         return advanced
+
+    def observe(self, seconds: float, swap_seconds: float = 0.0) -> None:
+        """The last step took so long, drafting aside, of it so much for swaps: teaches budget and preemption."""
+        last = self._last
+        if last is not None:
+            self.budget.observe(last.num_decoding, last.chunk_rows, seconds - swap_seconds)
+            self.preemption.observe(last.num_moved, swap_seconds)
 
     def _advance(self, request: Request, entry: ScheduledRequest, output: SampledTokens) -> None:
         emitted = output.token_ids
@@ -179,43 +237,30 @@ class Scheduler:
     def abandon(self, plan: StepPlan) -> None:
         """The step failed: take its reservations back. Its requests go on as if it had never been planned.
 
-        Whether the worker saw the plan is unknown, so later plans may remove states again, or ones never added.
+        Requests whose KV it moved to or from the host pool are computed again. Whether the worker saw the plan is
+        unknown, so later plans may remove states again, or ones never added.
         """
-        if plan is not self._plan:
+        flight = self._flight
+        if flight is None or plan is not flight.plan:
             raise ValueError(f"plan {plan.step} is not in flight")
-        live = [r for r in self._planned if r.kv is not None]
+        self._roster.plan_failed()
+        live = [r for r in flight.planned if r.kv is not None]
         for request in live:
             request.draft = EMPTY_TREE
             self.kv.rollback(request.kv)
         self._roster.states.abandoned(plan, live)
-        self._end_plan()
+        self._land(flight)
 
-    def _end_plan(self) -> None:
-        for seq in self._deferred:
+    def _land(self, flight: Flight) -> None:
+        for seq in flight.deferred:
             self.kv.release(seq)
-        self._deferred.clear()
-        self._planned = []
-        self._plan = None
+        self._flight = None
 
     def check(self) -> None:
         """Assert the invariants, incl. the pools against the tables; tests call it after every step."""
         roster = self._roster
         self.kv.check()
-        roster.check()
-        roster.states.check(roster.running)
+        roster.check(self.limits.places)
         live = [*roster.running, *roster.waiting]
         assert {r.request_id: r for r in live} == self._requests
         assert len(live) == len(self._requests)
-        assert len(roster.running) <= self.limits.places
-        assert self._plan is not None or not (self._deferred or self._planned)
-        assert self.kv.num_sequences >= len(roster.running) + len(self._deferred)
-
-
-def _check_output(entry: ScheduledRequest, output: SampledTokens | None) -> None:
-    if output is None or output.epoch != entry.epoch:
-        return
-    if len(output.token_ids) > entry.num_logits or output.num_accepted > len(entry.draft):
-        raise ValueError(
-            f"request {entry.request_id}: {len(output.token_ids)} tokens, {output.num_accepted} accepted from "
-            f"{entry.num_logits} sampled rows and {len(entry.draft)} drafted"
-        )

@@ -16,7 +16,7 @@ class WorkerStates:
     def __init__(self) -> None:
         self._known: dict[str, None] = {}
         self._removed: dict[str, None] = {}  # to be dropped with the next plan
-        self._again: dict[str, Request] = {}  # their plan was abandoned: to be added once more
+        self._again: dict[str, Request] = {}  # to be added, or added once more, with the next plan
 
     def forget(self, request_id: str) -> None:
         """The request ended or gave its KV up."""
@@ -24,6 +24,10 @@ class WorkerStates:
         if request_id in self._known:
             del self._known[request_id]
             self._removed[request_id] = None
+
+    def again(self, request: Request) -> None:
+        """Tell the worker of a running request with the next plan: it is new, or its history is another now."""
+        self._again[request.request_id] = request
 
     def changes(self, started: Iterable[Request]) -> tuple[tuple[NewRequest, ...], tuple[str, ...]]:
         """`added` and `removed` of the plan that starts these requests. An added id replaces, so is not removed."""
@@ -45,8 +49,8 @@ class WorkerStates:
     def check(self, running: Iterable[Request]) -> None:
         """Assert the invariants; tests call it after every step."""
         assert not self._known.keys() & self._removed.keys()
-        assert self._known.keys() == {r.request_id for r in running}, "the worker knows those that own KV"
-        assert self._again.keys() <= self._known.keys()
+        ids = {r.request_id for r in running}
+        assert self._known.keys() | self._again.keys() == ids, "the worker knows those that own KV, or is told of them"
 
 
 def _describe(request: Request) -> NewRequest:

@@ -37,7 +37,7 @@ def test_trap_d6_abort_in_every_state(state):
     if state == "drafted":
         request.draft = draft_for(request, 2, 2)
     if state == "preempted":
-        bench.scheduler._roster.preempt(request)
+        bench.scheduler.preempt(request)
         assert status_of(request) is Status.PREEMPTED
     ended(bench, request)
     bench.steps()

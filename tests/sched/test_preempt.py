@@ -151,7 +151,7 @@ def test_a_preempted_request_that_has_outgrown_the_pool_is_reported_and_holds_no
     request = bench.add("a", [1, 2, 3], None)
     while request.num_tokens < 8:
         bench.step()
-    bench.scheduler._roster.preempt(request)
+    bench.scheduler.preempt(request)
     other = bench.add("b", [1, 2], 2)
     bench.step()
     assert bench.scheduler.exhausted == [request]
