@@ -19,6 +19,7 @@ from specserve.engine.engine import Engine
 from specserve.guided.compiler import GrammarCompiler
 from specserve.kv.block_pool import BlockPool
 from specserve.kv.manager import KVManager
+from specserve.kv.swap import HostPool
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
 from specserve.models.loader import LoadedModel, load_model
@@ -69,22 +70,19 @@ def assemble(
     """The engine over loaded models."""
     tokenizer = target.tokenizer
     max_model_len = context_length(config.max_model_len, target.info)
-    split = split_kv(config.kv_memory, config.block_size, target.info, draft.info if draft is not None else None)
+    split = _split(config, target.info, draft.info if draft is not None else None)
     logger.info(split.describe())
     if progress is not None:
         progress(config.kv_memory, config.kv_memory, split.describe())
-    kv = KVManager(
-        BlockPool(split.num_blocks, config.block_size),
-        BlockPool(split.num_blocks, config.block_size) if draft is not None else None,
-        prefix_cache=config.prefix_cache,
-    )
-    limits = SchedulerLimits(config.max_batched_tokens, config.max_running, config.max_waiting, max_model_len)
+    kv = _manager(config, split)
     executor = LocalExecutor(
         _runner(target.model, split, "target"),
         _runner(draft.model, split, "draft") if draft is not None else None,
         vocab_size=tokenizer.vocab_size,
         eos_ids=tokenizer.eos_ids,
     )
+    limits = SchedulerLimits(config.max_batched_tokens, config.max_running, config.max_waiting, max_model_len)
+    scheduler = Scheduler(limits, kv)
     drafter, controller = None, None
     if config.speculation is not None:
         drafter = _drafter(config, config.speculation, executor, kv, tokenizer, draft)
@@ -95,7 +93,7 @@ def assemble(
             sources=config.speculation.methods,
         )
     return Engine(
-        Scheduler(limits, kv),
+        scheduler,
         kv,
         executor,
         vocabulary=tokenizer,
@@ -107,6 +105,24 @@ def assemble(
         drafter=drafter,
         controller=controller,
         compiler=_compiler(tokenizer),
+    )
+
+
+def _split(config: EngineConfig, target: ModelInfo, draft: ModelInfo | None) -> KVSplit:
+    swap_memory = config.swap_memory if config.preemption != "recompute" else 0  # which never swaps
+    return split_kv(config.kv_memory, config.block_size, target, draft, swap_memory=swap_memory)
+
+
+def _manager(config: EngineConfig, split: KVSplit) -> KVManager:
+    def pool() -> BlockPool:
+        return BlockPool(split.num_blocks, split.block_size)
+
+    return KVManager(
+        pool(),
+        pool() if split.draft_bytes else None,
+        prefix_cache=config.prefix_cache,
+        host=HostPool(split.host_blocks),
+        draft_host=HostPool(split.host_blocks) if split.draft_bytes else None,
     )
 
 
@@ -150,7 +166,7 @@ def _runner(model: Model, split: KVSplit, pool: str) -> ModelRunner:
     cache = PagedKVCache(
         info.num_layers, split.num_blocks, split.block_size, info.num_kv_heads, info.head_dim, info.dtype
     )
-    return ModelRunner(model, cache, pool=pool)
+    return ModelRunner(model, cache, pool=pool, num_host_blocks=split.host_blocks)
 
 
 def _drafter(

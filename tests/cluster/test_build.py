@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 
 import pytest
@@ -107,6 +108,27 @@ def test_trap_f5_the_split_is_told(folder, caplog):
     assert engine.kv.target.num_blocks == engine.kv.draft.num_blocks > 0
     assert any("target 0.5 MiB, draft 0.5 MiB" in what for what in told)
     assert "draft 0.5 MiB" in caplog.text
+    engine.close()
+
+
+def test_host_memory_of_every_pool(folder):
+    speculation = {"methods": ["draft_model"], "model": str(folder)}
+    told = []
+    engine = build_engine(config(folder, speculation, swap_memory="1MiB"), lambda *args: told.append(args[2]))
+    blocks = engine.kv.host.num_blocks
+    assert engine.kv.draft_host.num_blocks == blocks == engine.kv.target.num_blocks > 0
+    assert [runner.host.num_blocks for runner in engine._executor._runners] == [blocks, blocks]
+    assert any(what.endswith(f"host: {blocks * 8:,} tokens") for what in told)
+    assert 0 < engine._executor.measure_swap() < math.inf
+    engine.close()
+
+
+@pytest.mark.parametrize("options", [{"swap_memory": 0}, {"preemption": "recompute"}, {"swap_memory": 100}])
+def test_without_host_memory(folder, options):
+    engine = build_engine(config(folder, **options))
+    assert engine.kv.host.num_blocks == 0
+    assert engine.kv.draft_host is None
+    assert [runner.host.num_blocks for runner in engine._executor._runners] == [0]
     engine.close()
 
 
