@@ -1,270 +1,216 @@
-"""Random histories of the KV manager against a naive model: token lists, and memory that is really written and copied.
+"""Random histories of the KV manager with swaps and failed plans, and what must hold after each of their steps."""
 
-A position's simulated KV stands for its namespace and every token up to it, so that reading a live table back shows
-any wrong block, copy, overwrite or cache hit, on the target's and on the draft's pool.
-"""
-
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
-from specserve.kv.block_pool import BlockPool
-from specserve.kv.manager import KVManager
 from specserve.kv.prefix import PrefixChain
 from tests.fakes.worker import kv_value
+from tests.kv.machine import SMALL, TOKEN, WHICH, Steps
+from tests.kv.memory import GARBAGE, held, text_kv
 
-TOKEN = st.integers(0, 1)
-SMALL = st.integers(0, 3)
-WHICH = st.integers(0, 10**6)
-
-
-class Model:
-    """One sequence as it should be."""
-
-    def __init__(self, kv, namespace, tokens):
-        self.kv = kv
-        self.namespace = namespace
-        self.tokens = tokens
-        self.committed = kv.target.committed
-        self.draft_committed = kv.draft.committed
-        self.step = None  # (known tokens, drafted tokens) that are reserved
-        self.ran = False
-        self.copies = []
-        self.drafted = []  # by the draft model, KV of the first `written` of them is scratch in its cache
-        self.written = 0
-        self.draft_copies_lost = False
+MASK = st.integers(1, 63)
+MOVES = ("", "out", "in", "out, in", "evict, in", "evict, in, out")
 
 
-class KVMachine(RuleBasedStateMachine):
+class KVMachine(Steps):
     def __init__(self):
         super().__init__()
-        self.live = []
         self.digests = {}
 
-    @initialize(
-        size=st.sampled_from([2, 4, 1]), blocks=st.integers(2, 14), draft=st.integers(2, 10), cache=st.booleans()
-    )
-    def build(self, size, blocks, draft, cache):
-        self.size = size
-        self.cache = cache
-        self.kv = KVManager(BlockPool(blocks, size), BlockPool(draft, size), prefix_cache=cache)
-        self.memory = {"target": [None] * (blocks * size), "draft": [None] * (draft * size)}
+    def some(self, mask, swapped):
+        """Sequences by the bits of a mask."""
+        return [seq for i, seq in enumerate(self.live) if mask >> i & 1 and seq.swapped is swapped]
 
-    # Simulated memory
+    def pools(self):
+        """All that a refused swap may not change."""
+        state = [[(list(t.block_ids), t.committed) for s in self.live for t in (s.kv.target, s.kv.draft)]]
+        for pool in (self.kv.target, self.kv.draft):
+            state += [[pool.refs(block) for block in range(pool.num_blocks)], pool.free_order()]
+            state.append([pool.published(block) for block in range(pool.num_blocks)])
+        for host in (self.kv.host, self.kv.draft_host):
+            state.append(host and [host.refs(slot) for slot in range(host.num_blocks)])
+        return state
 
-    def slot(self, table, position):
-        return table.block_ids[position // self.size] * self.size + position % self.size
+    # Swaps
 
-    def write(self, table, seq, tokens, start, end):
-        for position in range(start, end):
-            self.memory[table.name][self.slot(table, position)] = kv_value(seq.namespace, tokens, position)
+    @precondition(lambda self: any(not s.swapped for s in self.live))
+    @rule(mask=MASK)
+    def swap_out(self, mask):
+        self.swap_out_some(self.some(mask, False))
 
-    def copy(self, copies):
-        for one in copies:
-            memory, src, dst = self.memory[one.pool], one.src * self.size, one.dst * self.size
-            memory[dst : dst + self.size] = memory[src : src + self.size]
+    def swap_out_some(self, seqs):
+        if not seqs:
+            return
+        before = self.pools()
+        target = held([seq.kv.target for seq in seqs], self.size)
+        draft = held([seq.kv.draft for seq in seqs], self.size)
+        along = self.has_room("target", self.kv.host, target)
+        draft_along = self.has_room("draft", self.kv.draft_host, draft)
+        cost = self.kv.swap_cost([seq.kv for seq in seqs])
+        assert cost == len(target) + (len(draft) if draft_along else 0)
+        rows = [self.kv.recompute_rows(seq.kv) for seq in seqs]
+        assert all(0 <= r <= seq.committed for r, seq in zip(rows, seqs, strict=True))
+        swaps = self.kv.swap_out([seq.kv for seq in seqs])
+        assert (swaps is not None) == along
+        if swaps is None:
+            assert self.pools() == before
+            return
+        assert {swap.device for swap in swaps if swap.pool == "target"} == target
+        assert {swap.device for swap in swaps if swap.pool == "draft"} == (draft if draft_along else set())
+        assert len(swaps) == cost
+        self.outs += swaps
+        ends = [(swap.pool, swap.host) for swap in self.outs]
+        assert len(ends) == len(set(ends)), "no slot is written twice by one plan"
+        for seq in seqs:
+            seq.forget()
+            seq.swapped = True
+            if not draft_along:
+                seq.draft_committed = 0
+        self.moved += seqs
 
-    def pick(self, which, condition=lambda seq: True):
-        found = [seq for seq in self.live if condition(seq)]
-        return found[which % len(found)] if found else None
+    def has_room(self, pool, host, blocks):
+        """Whether host memory has it; what comes with the plan cannot go with it."""
+        coming = {swap.device for swap in self.ins if swap.pool == pool}
+        return bool(host and host.num_blocks) and len(blocks) <= host.num_free and not blocks & coming
 
-    # Rules
+    @precondition(lambda self: any(s.swapped for s in self.live))
+    @rule(mask=MASK)
+    def swap_in(self, mask):
+        self.swap_in_some(self.some(mask, True))
 
-    @precondition(lambda self: len(self.live) < 6)
-    @rule(tokens=st.lists(TOKEN, min_size=1, max_size=12), namespace=st.sampled_from("ab"), known=st.integers(0, 12))
-    def open(self, tokens, namespace, known):
-        """A new prompt, of which a first chunk is computed at once."""
-        seq = self.start(tokens, namespace)
-        if known:
-            self.reserve_rows(seq, known, [], False)
-            self.forward()
-            self.commit_rows(seq, 0, 1, False, True)
+    def swap_in_some(self, seqs):
+        if not seqs:
+            return
+        before = self.pools()
+        need = self.kv.swap_need([seq.kv for seq in seqs])
+        assert need == len({slot for seq in seqs for slot in seq.kv.target.slots})
+        draft_need = len({slot for seq in seqs for slot in seq.kv.draft.slots})
+        free, draft_free = self.kv.target.num_free, self.kv.draft.num_free
+        swaps = self.kv.swap_in([seq.kv for seq in seqs])
+        if swaps is None:
+            assert need > free
+            assert self.pools() == before
+            return
+        assert free - self.kv.target.num_free <= need
+        assert len({block for seq in seqs for block in seq.kv.target.block_ids}) <= need
+        self.ins += swaps
+        ends = [(swap.pool, swap.device) for swap in self.ins]
+        assert len(ends) == len(set(ends)), "no block is filled twice by one plan"
+        drafts = [seq.kv.draft.committed for seq in seqs]
+        if drafts != [seq.draft_committed for seq in seqs]:
+            assert draft_need > draft_free
+            assert not any(drafts), "all of the drafts or none"
+        for seq, draft in zip(seqs, drafts, strict=True):
+            seq.swapped, seq.draft_committed = False, draft
+        self.moved += seqs
 
-    @precondition(lambda self: 0 < len(self.live) < 6)
-    @rule(which=WHICH, cut=SMALL, more=st.lists(TOKEN, max_size=3))
-    def open_similar(self, which, cut, more):
-        """Prefix lookup of what another has, less its end, with another end."""
-        other = self.pick(which)
-        tokens = [*other.tokens[: max(len(other.tokens) - cut, 0)], *more]
-        if tokens:
-            self.start(tokens, other.namespace)
+    @precondition(lambda self: any(s.swapped for s in self.live))
+    @rule(which=WHICH)
+    def use_swapped(self, which):
+        """Nothing can be done with it but what the other rules do."""
+        seq = self.pick(which, lambda s: s.swapped)
+        if seq is None:
+            return
+        before = self.pools()
+        for refused in (
+            lambda: self.kv.reserve(seq.kv, 1),
+            lambda: self.kv.commit(seq.kv, [*seq.tokens, 0], 0),
+            lambda: self.kv.reserve_draft(seq.kv, 1),
+            lambda: self.kv.fork(seq.kv, 0),
+            lambda: self.kv.swap_out([seq.kv]),
+        ):
+            with pytest.raises(ValueError):
+                refused()
+        self.kv.rollback(seq.kv)
+        assert (self.kv.writable(seq.kv), self.pools()) == (0, before)
 
-    def start(self, tokens, namespace):
-        seq = Model(self.kv.open(tokens, namespace), namespace, list(tokens))
-        for table in (seq.kv.target, seq.kv.draft):
-            assert table.committed <= len(tokens) - 1
-            assert table.committed % self.size == 0
-            assert self.cache or table.committed == 0
-        self.live.append(seq)
-        return seq
+    # Whole plans
 
-    @rule(which=WHICH, known=st.integers(1, 8), draft=st.lists(TOKEN, max_size=4), twice=st.booleans())
-    def reserve(self, which, known, draft, twice):
-        seq = self.pick(which, lambda s: s.step is None and s.committed < len(s.tokens))
-        if seq is not None:
-            self.reserve_rows(seq, known, draft, twice)
-
-    def reserve_rows(self, seq, known, draft, twice):
-        left = len(seq.tokens) - seq.committed
-        known = min(known, left)
-        draft = [] if known < left else seq.drafted[: len(draft)] if seq.drafted else draft
-        rows = known + len(draft)
-        room = self.kv.writable(seq.kv)
-        copies = []
-        for want in (1, rows) if twice else (rows,):
-            got = self.kv.reserve(seq.kv, want)
-            assert (got is None) == (want > room)
-            if got is None:
-                if copies:
-                    self.kv.rollback(seq.kv)
-                    self.forget(seq)
-                return
-            copies += got
-        seq.step, seq.ran, seq.copies = (known, draft), False, copies
-
-    @rule()
-    def forward(self):
-        """Everything that is reserved runs, copies first, as in one plan."""
-        todo = [s for s in self.live if s.step is not None and not s.ran]
-        for seq in todo:
-            self.copy(seq.copies)
-        for seq in todo:
-            known, draft = seq.step
-            tokens = [*seq.tokens[: seq.committed + known], *draft]
-            self.write(seq.kv.target, seq, tokens, seq.committed, len(tokens))
-            seq.copies, seq.ran = [], True
-
-    @rule(which=WHICH, accepted=SMALL, token=TOKEN, cut=st.booleans(), rollback=st.booleans())
-    def commit(self, which, accepted, token, cut, rollback):
-        seq = self.pick(which, lambda s: s.ran)
-        if seq is not None:
-            self.commit_rows(seq, accepted, token, cut, rollback)
-
+    @precondition(lambda self: self.live)
     @rule(
         known=st.integers(1, 8),
         drafts=st.lists(st.lists(TOKEN, max_size=4), max_size=6),
         accepted=SMALL,
         flip=TOKEN,
+        moves=st.sampled_from(MOVES),
         between=st.sampled_from(["", "fork", "fork and rollback", "rollback", "release"]),
         which=WHICH,
+        mask=MASK,
+        at=st.none() | st.integers(0, 12),
+        fails=st.sampled_from([False, False, True]),
     )
-    def whole_step(self, known, drafts, accepted, flip, between, which):
+    def whole_step(self, known, drafts, accepted, flip, moves, between, which, mask, at, fails):
         """One plan of all: every sequence reserves, all run, all commit. Equal ones go on with different tokens.
 
-        Between reserving and running, one that waits for its copies may fork, or be dropped from the plan.
+        Between reserving and running some are swapped, and one that came back or waits for its copies may fork, or be
+        dropped from the plan.
         """
+        if "in" in moves and not any(seq.swapped for seq in self.live):
+            self.swap_out_some(self.some(mask, False))
+            self.forward()
         for i, seq in enumerate(self.live):
-            if seq.step is None and seq.committed < len(seq.tokens):
+            if seq.can_step:
                 self.reserve_rows(seq, known, drafts[i] if i < len(drafts) else [], bool(flip))
-        seq = self.pick(which, lambda s: s.copies) or self.pick(which)
-        if seq is not None:
-            if "fork" in between:
-                self.fork_one(seq, flip)
-            if "rollback" in between:
-                self.rollback_one(seq)
-            if "release" in between:
-                self.release_one(seq)
-        self.forward()
-        for i, seq in enumerate(self.live):
-            if seq.ran:
-                self.commit_rows(seq, accepted, (i + flip) % 2, False, True)
-
-    def commit_rows(self, seq, accepted, token, cut, rollback):
-        if not seq.ran:
+        for move in moves.split(", "):
+            self.swap_or_evict(move, mask, known)
+        self.disturb(between, which, flip, at)
+        if fails:
+            self.fail(bool(flip))
             return
-        known, draft = seq.step
-        accepted = min(accepted, len(draft))
-        if seq.committed + known == len(seq.tokens):
-            seq.tokens += draft[:accepted] if cut and accepted else [*draft[:accepted], token]
-        self.kv.commit(seq.kv, seq.tokens, known + accepted)
-        seq.committed += known + accepted
-        written = min(seq.draft_committed + seq.written, seq.committed)
-        seq.draft_committed = max(seq.draft_committed, written)
-        seq.step, seq.ran, seq.drafted, seq.written = None, False, [], 0
-        if rollback:
-            self.kv.rollback(seq.kv)
-            self.forget(seq)
+        self.forward(settle=False)
+        for i, seq in enumerate(self.live):
+            self.commit_rows(seq, accepted, (i + flip) % 2, False, True)
+        self.kv.swaps_ran()
 
-    def forget(self, seq):
-        seq.step, seq.ran, seq.copies, seq.drafted, seq.written = None, False, [], [], 0
-        seq.draft_copies_lost = False
+    def swap_or_evict(self, move, mask, known):
+        if move == "out":
+            self.swap_out_some(self.some(mask, False))
+        elif move == "evict":
+            self.evict()
+        elif move == "in":
+            back = [seq for seq in self.live if seq.swapped][: mask % 4 + 1]
+            self.swap_in_some(back)
+            for seq in back:
+                if seq.can_step:
+                    self.reserve_rows(seq, known, [], False)
 
-    @rule(which=WHICH)
-    def rollback(self, which):
-        seq = self.pick(which)
-        if seq is not None:
-            self.rollback_one(seq)
-
-    def rollback_one(self, seq):
-        self.kv.rollback(seq.kv)
-        self.forget(seq)
-        assert len(seq.kv.target.block_ids) == -(-seq.committed // self.size)
-        assert len(seq.kv.draft.block_ids) == -(-seq.draft_committed // self.size)
-
-    @precondition(lambda self: len(self.live) < 6)
-    @rule(which=WHICH, token=st.sampled_from([0, 1, None]))
-    def fork(self, which, token):
-        seq = self.pick(which)
-        if seq is not None:
-            self.fork_one(seq, token)
-
-    def fork_one(self, seq, token):
-        """A child with the same tokens, or with another one after those that are committed."""
-        if len(self.live) < 6:
-            final = max(seq.committed, seq.draft_committed)
-            tokens = seq.tokens if token is None else [*seq.tokens[:final], token]
-            child = Model(self.kv.fork(seq.kv), seq.namespace, list(tokens))
-            assert (child.committed, child.draft_committed) == (seq.committed, seq.draft_committed)
-            self.live.append(child)
-
-    @rule(which=WHICH)
-    def release(self, which):
-        seq = self.pick(which)
-        if seq is not None:
-            self.release_one(seq)
-
-    def release_one(self, seq):
-        self.kv.release(seq.kv)
-        self.live.remove(seq)
-
-    @rule(which=WHICH, known=st.integers(1, 8), draft=st.lists(TOKEN, max_size=4), lost=st.booleans())
-    def draft(self, which, known, draft, lost):
-        """The draft model catches up with known tokens and, when it has, drafts; or its copies never run."""
-        seq = self.pick(which, lambda s: s.step is None and not s.draft_copies_lost)
+    def disturb(self, between, which, flip, at):
+        """Fork one that came back with this plan, else one that waits for its copies, or drop it from the plan."""
+        came = [seq for seq in self.moved if seq in self.live and not seq.swapped]
+        seq = came[which % len(came)] if came else self.pick(which, lambda s: s.copies) or self.pick(which)
         if seq is None:
             return
-        known = min(known, len(seq.tokens) - seq.draft_committed)
-        complete = known > 0 and seq.draft_committed + known == len(seq.tokens)
-        draft = draft if complete else []
-        rows = known + max(len(draft) - 1, 0)
-        room = self.kv.writable_draft(seq.kv)
-        copies = self.kv.reserve_draft(seq.kv, rows)
-        assert (copies is None) == (rows > room)
-        if copies is None:
-            return
-        seq.drafted, seq.written = [], 0
-        if lost and copies:
-            seq.draft_copies_lost = True
-            return
-        self.copy(copies)
-        table = seq.kv.draft
-        start = seq.draft_committed
-        self.write(table, seq, seq.tokens, start, start + known)
-        self.kv.commit_draft(seq.kv, seq.tokens, known)
-        seq.draft_committed += known
-        seq.drafted = draft
-        for i in range(len(draft) - 1):
-            tokens = [*seq.tokens, *draft]
-            self.write(table, seq, tokens, len(seq.tokens) + i, len(seq.tokens) + i + 1)
-            self.kv.write_draft(seq.kv, 1)
-            seq.written += 1
+        if "fork" in between:
+            self.fork_one(seq, flip, at, True)
+        if "rollback" in between:
+            self.rollback_one(seq)
+        if "release" in between:
+            self.release_one(seq)
+
+    @precondition(lambda self: self.outs or self.ins)
+    @rule(told_first=st.booleans())
+    def fail(self, told_first):
+        """The plan failed, and all that it may have written is garbage. What it swapped is recomputed."""
+        self.memory.fail(self.outs, self.ins, [copy for seq in self.planned for copy in seq.copies])
+        lost = [seq for seq in self.live if seq in self.moved or self.kv.unsettled(seq.kv)]
+        for seq in self.planned:
+            known, draft = seq.step
+            for position in range(seq.committed, seq.committed + known + len(draft)):
+                self.memory.write(seq.kv.target, position, GARBAGE)
+            if seq not in lost:
+                self.rollback_one(seq)
+        if told_first:
+            self.kv.swaps_ran(failed=True)
+        for seq in lost:
+            self.kv.lost(seq.kv)
+            self.live.remove(seq)
+        if not told_first:
+            self.kv.swaps_ran()
+        self.outs, self.ins, self.moved = [], [], []
+        for seq in lost:
+            self.start(seq.tokens, seq.namespace, seq.kv.chain)
 
     # What must hold after every rule
 
@@ -273,49 +219,50 @@ class KVMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         self.kv.check()
-        for pool, memory in ((self.kv.target, self.memory["target"]), (self.kv.draft, self.memory["draft"])):
+        for name, pool in (("target", self.kv.target), ("draft", self.kv.draft)):
             for block in range(pool.num_blocks):
                 if pool.published(block):
-                    self.is_what_its_digest_names(pool, memory, block)
+                    self.is_what_its_digest_names(pool, self.memory.block(name, block), block)
+        memory = self.memory
+        if self.outs or self.ins:  # as it will be when the plan runs
+            memory = memory.clone()
+            memory.swap(self.outs, self.ins)
         for seq in self.live:
+            assert seq.kv.swapped is seq.swapped
             for table, committed in ((seq.kv.target, seq.committed), (seq.kv.draft, seq.draft_committed)):
                 assert table.committed == committed
-                self.reads_back(seq, table, committed)
+                self.reads_back(memory, seq, table, committed, False)
             if seq.ran:
-                self.reads_back(seq, seq.kv.target, seq.committed + seq.step[0])
+                self.reads_back(memory, seq, seq.kv.target, seq.committed + seq.step[0], True)
 
-    def is_what_its_digest_names(self, pool, memory, block):
+    def is_what_its_digest_names(self, pool, values, block):
         """A published block, used or free, holds one text's KV, and is found under that text's digest."""
-        values = memory[block * self.size : (block + 1) * self.size]
         namespace, tokens = values[-1]
         start = len(tokens) - self.size
-        assert values == [kv_value(namespace, tokens, start + i) for i in range(self.size)]
+        assert values == text_kv(namespace, tokens, start, len(tokens))
         if (namespace, tokens) not in self.digests:
             self.digests[namespace, tokens] = PrefixChain(namespace, self.size).digest(tokens, start // self.size)
         assert pool.lookup(self.digests[namespace, tokens]) == block
 
-    def reads_back(self, seq, table, end):
-        pending = table.pending_source
+    def reads_back(self, memory, seq, table, end, copied):
         for position in range(end):
-            slot = self.slot(table, position)
-            to_run = table.name == "draft" or not seq.ran
-            if pending is not None and to_run and position // self.size == table.committed // self.size:
-                slot = pending * self.size + position % self.size  # its copy has not run
-            assert self.memory[table.name][slot] == kv_value(seq.namespace, seq.tokens, position)
+            assert memory.read(table, position, copied) == kv_value(seq.namespace, seq.tokens, position)
 
     def teardown(self):
+        if not hasattr(self, "kv"):
+            return
         for seq in self.live:
             self.kv.release(seq.kv)
-        if hasattr(self, "kv"):
-            self.kv.check()
-            assert self.kv.baseline()
+        self.kv.swaps_ran()
+        self.kv.check()
+        assert self.kv.baseline()
 
 
-def test_2000_random_histories():
+def test_random_histories(examples):
     run_state_machine_as_test(
         KVMachine,
         settings=settings(
-            max_examples=2000,
+            max_examples=examples,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
