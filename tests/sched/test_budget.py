@@ -131,6 +131,30 @@ def test_a_machine_that_becomes_half_as_fast(target: float | None) -> None:
         assert len(after) > 2 * len(before)
 
 
+def test_a_machine_that_becomes_twice_as_fast() -> None:
+    """A step with a chunk takes no less than one without, so what those took before is believed no longer."""
+    machine = Machine(noise=0.0, stalls=0.0, slower=2.0)
+    budget = TokenBudget(MOST, None)
+    decode(budget, machine, 20)
+    machine.slower = 1.0
+    chunks = prompt(budget, machine, 1000)
+    assert max(c.seconds for c in chunks) <= 3.0 * machine.exact(DECODING)
+
+
+def test_chunks_of_another_time_do_not_tell_what_decodes_take() -> None:
+    machine = Machine(noise=0.0, stalls=0.0)
+    budget = TokenBudget(MOST, None)
+    decode(budget, machine, 8)
+    for _ in range(20):
+        budget.observe(1, 32, machine.exact(1, 32) / 4)
+    decode(budget, machine, 1)
+    seconds = machine.exact(DECODING, budget.rows(DECODING))
+    budget.observe(DECODING, 32, machine.exact(DECODING, 32))
+    budget.observe(DECODING, 32, machine.exact(DECODING, 32))
+    seconds = machine.exact(DECODING, budget.rows(DECODING))
+    assert seconds >= 1.6 * machine.exact(DECODING)
+
+
 def test_two_slow_steps_are_believed_at_once_and_one_is_not() -> None:
     machine = Machine(noise=0.0, stalls=0.0)
     budget = TokenBudget(MOST, 0.06)
@@ -143,8 +167,8 @@ def test_two_slow_steps_are_believed_at_once_and_one_is_not() -> None:
     budget.observe(DECODING, rows := budget.rows(DECODING), machine.exact(DECODING, rows, 1000))
     assert abs(budget.rows(DECODING) - steady) <= 1
     for _ in range(2):
-        budget.observe(DECODING, steady, machine.exact(DECODING, 3 * steady, 1000))
-    assert budget.rows(DECODING) <= steady / 2
+        budget.observe(DECODING, steady, machine.exact(DECODING, 10 * steady, 1000))
+    assert budget.rows(DECODING) <= steady / 10
 
 
 def test_the_tail_of_a_prompt_says_little() -> None:
