@@ -37,6 +37,23 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for KV blocks, such as 2GiB.")] = None,
     numerics: Annotated[str | None, typer.Option(help="invariant or fast.")] = None,
+    target_itl_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Inter-token latency that prompt chunks must leave to running answers, in milliseconds; by default "
+            "twice what a step without chunks takes, 0 for no limit.",
+        ),
+    ] = None,
+    preemption: Annotated[
+        str | None,
+        typer.Option(
+            help="What happens to the KV of a request that gives way: swap to host memory, recompute later, or auto, "
+            "whichever is measured to be faster (the default)."
+        ),
+    ] = None,
+    swap_memory: Annotated[
+        str | None, typer.Option(help="Host memory for swapped KV, such as 512MiB (the default); 0 never swaps.")
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="A key that clients must send; may be given more than once.", envvar=API_KEY),
@@ -53,6 +70,9 @@ def serve(
         "threads": threads,
         "kv_memory": kv_memory,
         "numerics": numerics,
+        "target_itl_ms": target_itl_ms,
+        "preemption": preemption,
+        "swap_memory": swap_memory,
     }
     # An empty variable is a mistake to be told, not a server without keys.
     keys = tuple(api_key) if api_key else ("",) if API_KEY in os.environ else None

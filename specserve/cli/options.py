@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,15 @@ def read_options(
     server.update({name: value for name, value in server_flags.items() if value is not None})
     if speculation is not None:
         engine["speculation"] = parse_speculation(speculation)
+    if "swap_memory" in engine:
+        engine["swap_memory"] = none_or_size(engine["swap_memory"])
     return EngineConfig.from_dict(engine), ServerConfig.from_dict(server)
+
+
+def none_or_size(value: Any) -> Any:
+    """0 for a text that says no memory, such as "0" or "0 MiB"; anything else as it is. Sizes are never 0 elsewhere."""
+    nothing = isinstance(value, str) and re.fullmatch(r"\s*0+(\.0+)?\s*([kmg]?i?b)?\s*", value, re.IGNORECASE)
+    return 0 if nothing else value
 
 
 def parse_speculation(text: str) -> dict[str, Any] | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
 from specserve.cli.main import app
 from specserve.cli.options import parse_speculation, read_options
+from specserve.core.config import EngineConfig, ServerConfig
 from specserve.core.errors import ConfigError
 
 
@@ -21,6 +23,45 @@ def test_flags_win(tmp_path: Path) -> None:
     assert (engine.dtype, engine.threads, engine.model) == ("bfloat16", 1, "demo")
     assert engine.speculation is None
     assert server.port == 0
+
+
+@pytest.mark.parametrize("text", ["0", " 0 ", "0.0", "0GiB", "0 mb", "00b"])
+def test_no_swap_memory(text: str, tmp_path: Path) -> None:
+    engine, _ = read_options(None, {"swap_memory": text}, {}, None)
+    assert engine.swap_memory == 0
+    path = tmp_path / "specserve.toml"
+    path.write_text(f'swap_memory = "{text}"\n')
+    assert read_options(path, {}, {}, None)[0].swap_memory == 0
+
+
+def test_policies_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[EngineConfig] = []
+
+    def run(engine: EngineConfig, server: ServerConfig) -> int:
+        seen.append(engine)
+        return 0
+
+    fake = ModuleType("specserve.cli.serve")
+    fake.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "specserve.cli.serve", fake)
+    flags = ["--target-itl-ms", "37.5", "--preemption", "swap", "--swap-memory", "64MiB"]
+    for arguments in (flags, ["--target-itl-ms", "0", "--swap-memory", "0"], []):
+        assert CliRunner().invoke(app, ["serve", *arguments]).exit_code == 0
+    given = [(e.target_itl_ms, e.preemption, e.swap_memory) for e in seen]
+    assert given == [(37.5, "swap", 64 * 2**20), (0.0, "auto", 0), (None, "auto", 512 * 2**20)]
+
+
+def test_help_says_what_the_policies_are() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).output
+    for words in (
+        "--target-itl-ms",
+        "twice what a step",
+        "--preemption",
+        "recompute",
+        "--swap-memory",
+        "0 never swaps",
+    ):
+        assert words in shown
 
 
 @pytest.mark.parametrize("text", ["on", "[1]", "{", '"suffix"'])
@@ -38,6 +79,14 @@ def test_bad_speculation(text: str) -> None:
         (["serve", "--config", "absent.toml"], "absent.toml"),
         (["serve", "--quantization", "q4"], "quantization"),
         (["serve", "--port", "70000"], "port"),
+        (["serve", "--target-itl-ms", "-1"], "target_itl_ms"),
+        (["serve", "--target-itl-ms", "nan"], "target_itl_ms"),
+        (["serve", "--target-itl-ms", "60001"], "target_itl_ms"),
+        (["serve", "--preemption", "never"], "preemption: 'never' must be one of auto, swap, recompute"),
+        (["serve", "--swap-memory", "much"], "swap_memory"),
+        (["serve", "--swap-memory", "-1"], "swap_memory"),
+        (["serve", "--swap-memory", ""], "swap_memory"),
+        (["serve", "--preemption", "swap", "--swap-memory", "0"], "swap_memory"),
         (["serve", "--api-key", ""], "server.api_keys"),
         (["serve", "--api-key", "sk-one", "--api-key", "caf\u00e9"], "server.api_keys: key 2"),
     ],
