@@ -25,6 +25,8 @@ from specserve.models.kv_cache import PagedKVCache
 from specserve.models.loader import LoadedModel, load_model
 from specserve.models.source import resolve
 from specserve.models.tokenizer import Tokenizer
+from specserve.sched.budget import TokenBudget
+from specserve.sched.preempt import Preemption
 from specserve.sched.scheduler import Scheduler, SchedulerLimits
 from specserve.spec.combine import CombinedDrafter
 from specserve.spec.controller import Controller
@@ -81,8 +83,7 @@ def assemble(
         vocab_size=tokenizer.vocab_size,
         eos_ids=tokenizer.eos_ids,
     )
-    limits = SchedulerLimits(config.max_batched_tokens, config.max_running, config.max_waiting, max_model_len)
-    scheduler = Scheduler(limits, kv)
+    scheduler = _scheduler(config, split, kv, executor, max_model_len)
     drafter, controller = None, None
     if config.speculation is not None:
         drafter = _drafter(config, config.speculation, executor, kv, tokenizer, draft)
@@ -123,6 +124,20 @@ def _manager(config: EngineConfig, split: KVSplit) -> KVManager:
         prefix_cache=config.prefix_cache,
         host=HostPool(split.host_blocks),
         draft_host=HostPool(split.host_blocks) if split.draft_bytes else None,
+    )
+
+
+def _scheduler(
+    config: EngineConfig, split: KVSplit, kv: KVManager, executor: LocalExecutor, max_model_len: int
+) -> Scheduler:
+    # Measured while nothing is in use: the first preemption already chooses by costs. One of each pool, hence halved.
+    swap_seconds = executor.measure_swap() / (2 if split.draft_bytes else 1) if split.host_blocks else None
+    target = config.target_itl_ms
+    return Scheduler(
+        SchedulerLimits(config.max_batched_tokens, config.max_running, config.max_waiting, max_model_len),
+        kv,
+        preemption=Preemption(config.preemption, swap_seconds),
+        budget=TokenBudget(config.max_batched_tokens, None if target is None else target / 1000),
     )
 
 
