@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from specserve.cli import flags
 from specserve.core.errors import SpecserveError
 
 app = typer.Typer(
@@ -19,46 +19,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-API_KEY = "SPECSERVE_API_KEY"
-Model = Annotated[str | None, typer.Option(help='"demo", a Hugging Face folder, a GGUF file or a hub name.')]
-
 
 @app.command()
 def serve(
-    model: Model = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="Reserved; quantised execution is not built yet.")] = None,
-    speculation: Annotated[
-        str | None,
-        typer.Option(help='"off", or JSON such as {"methods": ["draft_model"], "model": "path"}.', metavar="JSON|off"),
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Memory for KV blocks, such as 2GiB.")] = None,
-    numerics: Annotated[str | None, typer.Option(help="invariant or fast.")] = None,
-    target_itl_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="Inter-token latency that prompt chunks must leave to running answers, in milliseconds; by default "
-            "twice what a step without chunks takes, 0 for no limit.",
-        ),
-    ] = None,
-    preemption: Annotated[
-        str | None,
-        typer.Option(
-            help="What happens to the KV of a request that gives way: swap to host memory, recompute later, or auto, "
-            "whichever is measured to be faster (the default)."
-        ),
-    ] = None,
-    swap_memory: Annotated[
-        str | None, typer.Option(help="Host memory for swapped KV, such as 512MiB (the default); 0 never swaps.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="A key that clients must send; may be given more than once.", envvar=API_KEY),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A specserve.toml; flags win over it.")] = None,
+    model: flags.Model = None,
+    dtype: flags.Dtype = None,
+    quantization: flags.Quantization = None,
+    speculation: flags.Speculation = None,
+    host: flags.Host = None,
+    port: flags.Port = None,
+    threads: flags.Threads = None,
+    kv_memory: flags.KVMemory = None,
+    numerics: flags.Numerics = None,
+    target_itl_ms: flags.TargetITL = None,
+    preemption: flags.Preemption = None,
+    swap_memory: flags.SwapMemory = None,
+    api_key: flags.APIKeys = None,
+    config: flags.Config = None,
 ) -> None:
     """Serve a model on a WebSocket and HTTP; without arguments the demo model on 127.0.0.1:8000."""
     from specserve.cli.options import read_options
@@ -75,7 +52,7 @@ def serve(
         "swap_memory": swap_memory,
     }
     # An empty variable is a mistake to be told, not a server without keys.
-    keys = tuple(api_key) if api_key else ("",) if API_KEY in os.environ else None
+    keys = tuple(api_key) if api_key else ("",) if flags.API_KEY in os.environ else None
     server_flags = {"host": host, "port": port, "api_keys": keys}
 
     def start() -> int:
@@ -94,7 +71,7 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     system: Annotated[str | None, typer.Option(help="Instructions for the model.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar=API_KEY)] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar=flags.API_KEY)] = None,
 ) -> None:
     """Chat in the terminal with a running server."""
     from specserve.cli.chat import ChatOptions, run
