@@ -137,7 +137,7 @@ class ChildWatch:
         if not anything:
             self._since = None
         elif self._since is None:
-            self._since = self._heard = self._clock()
+            self._since = self._clock()
 
     def lull(self) -> Lull | None:
         """None while no progress is owed."""
