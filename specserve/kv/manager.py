@@ -43,7 +43,7 @@ class KVManager:
         self.host = host
         self.draft_host = draft_host if draft is not None else None
         self.block_size = target.block_size
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
         self._live: set[SequenceKV] = set()
         self._swapper = Swapper(
             PoolPair(target, host, "target"),
@@ -72,7 +72,7 @@ class KVManager:
             chain = PrefixChain(namespace, self.block_size)
         target = BlockTable(self.target, "target")
         draft = BlockTable(self.draft, "draft") if self.draft is not None else None
-        if self._prefix_cache:
+        if self.prefix_cache:
             target.attach(_find(self.target, token_ids, chain))
             if draft is not None and self.draft is not None:
                 draft.attach(_find(self.draft, token_ids, chain))
@@ -120,7 +120,7 @@ class KVManager:
             raise ValueError(f"draft: {table.committed + num_tokens} tokens committed, {len(token_ids)} known")
         table.commit(num_tokens)
         seq.written = 0
-        if self._prefix_cache:
+        if self.prefix_cache:
             table.publish(seq.chain, token_ids)
 
     def write_draft(self, seq: SequenceKV, num_tokens: int) -> None:
@@ -154,14 +154,14 @@ class KVManager:
         if target.committed + num_tokens > len(token_ids):
             raise ValueError(f"target: {target.committed + num_tokens} tokens committed, {len(token_ids)} known")
         target.commit(num_tokens)
-        if self._prefix_cache:
+        if self.prefix_cache:
             target.publish(seq.chain, token_ids)
         if seq.written:
             draft = self._draft_table(seq)
             accepted = min(seq.written, target.committed - draft.committed)
             if accepted > 0:
                 draft.commit(accepted)
-                if self._prefix_cache:
+                if self.prefix_cache:
                     draft.publish(seq.chain, token_ids)
             seq.written = 0
 

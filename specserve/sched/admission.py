@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from specserve.core.request import Request, Status
+from specserve.kv.manager import SequenceKV
 from specserve.sched.family import origin, other_beams, private_blocks
 from specserve.sched.limits import SchedulerLimits
 from specserve.sched.policy import Verdict
@@ -66,6 +67,10 @@ class Admission:
             self._promised += private_blocks(request, kv.block_size)
             return Verdict.HELD
         seq = kv.fork(begin[0].kv, begin[1]) if begin is not None else roster.open(request)
+        if begin is None and self._is_coming(request, seq):
+            kv.release(seq)
+            self._promised += private_blocks(request, kv.block_size)
+            return Verdict.HELD
         missing = kv.target.blocks_for(request.num_tokens + 1) - len(seq.target.block_ids)
         # A fork in the middle of a block copies it; a hit ends at a block's edge.
         missing += seq.target.committed % kv.block_size != 0
@@ -76,6 +81,20 @@ class Admission:
         roster.start(request, seq)
         self._join(request)
         return Verdict.ADMITTED
+
+    def _is_coming(self, request: Request, seq: SequenceKV) -> bool:
+        """A running request computes the very block that this one would compute first: its KV is soon in the cache."""
+        kv = self._roster.kv
+        index = len(seq.target.block_ids)
+        end = (index + 1) * kv.block_size
+        if not kv.prefix_cache or end >= request.num_tokens:
+            return False
+        digest = seq.chain.digest(request.token_ids, index)
+        for row in self._step.rows:
+            other = row.request
+            if other.num_computed < end <= other.num_tokens and digest == other.kv.chain.digest(other.token_ids, index):
+                return True
+        return False
 
     def _join(self, request: Request) -> None:
         """A started request's rows of this step."""

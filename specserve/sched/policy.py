@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 from specserve.core.request import Request, Status
 
+MAX_HELD = 256  # held requests that one step looks at: a long queue of them must cost little
+
 
 class Verdict(enum.Enum):
     """What trying to admit one request gave."""
@@ -75,9 +77,11 @@ class WaitingQueue:
     def admit(self, attempt: Callable[[Request], Verdict]) -> None:
         """Offer requests in order to `attempt`, which admits them or says why not. Those admitted leave the queue.
 
-        A request whose grammar is still being compiled keeps its place and is passed without ageing.
+        A request whose grammar is still being compiled keeps its place and is passed without ageing, as is one that is
+        held, so many of these at most.
         """
         blocked: list[Request] = []
+        held = 0
         i = 0
         while i < len(self._queue):
             request = self._queue[i]
@@ -89,6 +93,9 @@ class WaitingQueue:
                 return
             if verdict is Verdict.HELD:
                 i += 1
+                held += 1
+                if held == MAX_HELD:
+                    return
                 continue
             if verdict is Verdict.ADMITTED:
                 del self._queue[i]

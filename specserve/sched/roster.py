@@ -81,9 +81,10 @@ class Roster:
 
     def fork(self, parent: Request, child: Request) -> None:
         """A new request goes on from all that is computed of `parent`: at once if that runs, else from the queue."""
-        if parent.places > 1:
-            parent.places -= 1
-            self.places -= parent.status is Status.RUNNING
+        donor = next((m for m in child.family.members if m.places > 1), None) if child.family is not None else None
+        if donor is not None:
+            donor.places -= 1
+            self.places -= donor.status is Status.RUNNING
         if parent.status is not Status.RUNNING:
             self.waiting.push(child)
             return
