@@ -89,14 +89,15 @@ class Finished(Generic[T]):
         """(score, hypothesis), best first."""
         return ((-negative, item) for negative, _, item in self._kept)
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     @property
     def full(self) -> bool:
         return len(self._kept) == self._width
 
     def add(self, total: float, length: int, item: T) -> None:
-        """A hypothesis of `length` tokens has ended."""
-        if self._early is True and self.full:
-            return
+        """A hypothesis of `length` tokens has ended. All that end in one step compete, whatever `early_stopping` says."""
         self._count += 1
         insort(self._kept, (-self.score(total, length), self._count, item))
         del self._kept[self._width :]

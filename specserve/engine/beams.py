@@ -207,7 +207,7 @@ class BeamGroup:
         for chosen, reason in outcome.ended:
             child = self._child(beams[chosen.beam], chosen, level)
             self._finished.add(chosen.total, length, _Hypothesis(child.trace, reason, length))
-        if not (outcome.running or outcome.ended or self._finished.full):
+        if not (outcome.running or len(self._finished)):
             raise InvalidRequestError("no token is left that the request's restrictions allow", code="no_legal_token")
         self._finished.advance(outcome.running[0].total if outcome.running else None, length)
         return outcome

@@ -13,11 +13,13 @@ from specserve.core.config import EngineConfig
 from specserve.core.errors import ConfigError
 from specserve.core.messages import (
     TERMINAL,
+    ChoiceFinishedEvent,
     DeltaEvent,
     Event,
     FailedEvent,
     FinishedEvent,
     GenerateCommand,
+    QueuedEvent,
     StartedEvent,
 )
 from specserve.core.plan import StepPlan
@@ -25,7 +27,9 @@ from specserve.core.sampling import SamplingParams
 from specserve.engine.checks import EngineLimits
 from specserve.engine.engine import Engine
 from specserve.kv.block_pool import BlockPool
+from specserve.kv.host import HostPool
 from specserve.kv.manager import KVManager
+from specserve.sched.preempt import Preemption
 from specserve.sched.scheduler import Scheduler, SchedulerLimits
 from tests.fakes.executor import FakeExecutor, Model, OracleDrafter, hash_model
 from tests.fakes.grammar import FakeCompiler
@@ -81,13 +85,22 @@ def make_rig(
     max_batched_tokens: int = 64,
     max_model_len: int = 128,
     max_waiting: int = 64,
+    max_running: int = 32,
+    host: int = 0,
+    preemption: str = "auto",
+    prefix_cache: bool = True,
     **limits: Any,
 ) -> Rig:
-    """An engine over the toy model; `drafts` tokens a step by an oracle that errs at every `wrong`-th token."""
+    """An engine over the toy model; `drafts` tokens a step by an oracle that errs at every `wrong`-th token.
+
+    `host` blocks of host memory, used as `preemption` ("swap", "recompute") says.
+    """
     model = model or hash_model(SIZE, banned=VOCABULARY.eos_ids)
-    kv = KVManager(BlockPool(blocks, block_size))
+    kv = KVManager(BlockPool(blocks, block_size), host=HostPool(host) if host else None, prefix_cache=prefix_cache)
     scheduler = Scheduler(
-        SchedulerLimits(max_batched_tokens=max_batched_tokens, max_running=32, max_waiting=max_waiting), kv
+        SchedulerLimits(max_batched_tokens=max_batched_tokens, max_running=max_running, max_waiting=max_waiting),
+        kv,
+        preemption=Preemption(preemption),
     )
     executor = FakeExecutor(model, SIZE, block_size)
     drafter = OracleDrafter(model, SIZE, wrong=wrong) if drafts else None
@@ -143,6 +156,57 @@ def answer(events: Sequence[Event]) -> Answer:
         end=ends[0],
         seed=started[0].seed if started else None,
     )
+
+
+@dataclass
+class Choice:
+    """What the events of one choice say together; `end` is None where it had not ended."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[Any]
+    end: ChoiceFinishedEvent | None
+
+    @property
+    def reason(self) -> str | None:
+        return self.end.finish_reason if self.end is not None else None
+
+
+@dataclass
+class Several:
+    """What the events of a request of several sequences say together."""
+
+    choices: dict[int, Choice]
+    end: FinishedEvent | FailedEvent
+    started: StartedEvent | None
+
+
+def several(events: Sequence[Event]) -> Several:
+    """Read the events of a request of several sequences, checking their order."""
+    assert len({e.request_id for e in events}) == 1
+    order = [type(e) for e in events]
+    assert [t for t in order if t in TERMINAL] == [order[-1]], "one terminal event, the last one"
+    assert order.count(QueuedEvent) <= 1
+    assert order.count(StartedEvent) <= 1
+    if QueuedEvent in order:
+        assert order.index(QueuedEvent) == 0
+    if len(order) > 1 + order.count(QueuedEvent):
+        assert order.index(StartedEvent) == order.count(QueuedEvent), "nothing but queued comes before started"
+    choices: dict[int, Choice] = {}
+    for event in events:
+        if isinstance(event, DeltaEvent | ChoiceFinishedEvent):
+            choice = choices.setdefault(event.index, Choice("", [], [], None))
+            assert choice.end is None, "nothing of a choice comes after its end"
+            if isinstance(event, ChoiceFinishedEvent):
+                choice.end = event
+                continue
+            choice.text += event.text
+            choice.token_ids += event.token_ids
+            choice.logprobs += event.logprobs
+    started = [e for e in events if isinstance(e, StartedEvent)]
+    end = events[-1]
+    assert isinstance(end, TERMINAL)
+    return Several(dict(sorted(choices.items())), end, started[0] if started else None)
 
 
 # Builders for child processes. `model` of the configuration says what they do.

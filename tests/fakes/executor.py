@@ -46,6 +46,22 @@ def script_model(vocab_size: int, scripts: Mapping[tuple[int, ...], Sequence[int
     return scores
 
 
+def peaked_model(vocab_size: int, *, flat: int, gap: float = 6.0, banned: Sequence[int] = ()) -> Model:
+    """`hash_model` for the first `flat` tokens of a context; behind them one token is likelier than all others.
+
+    Beams that part among the flat ones then go side by side, each along its likely tokens: drafts hold.
+    """
+    base = hash_model(vocab_size, banned=banned)
+
+    def scores(context: tuple[int, ...], seed: int | None) -> np.ndarray:
+        found = base(context, seed)
+        if len(context) >= flat:
+            found[found.argmax()] += gap + np.log(vocab_size)
+        return found
+
+    return scores
+
+
 def seed_of(params: SamplingParams) -> int | None:
     return None if params.greedy else params.seed
 
@@ -70,7 +86,9 @@ class FakeExecutor:
         self.before_forward: Callable[[StepPlan], None] = lambda plan: None
         self.closed = False
         self.states: dict[str, NewRequest] = {}
+        self._history: dict[str, list[int]] = {}  # what a sampling state would know
         self._cache: dict[tuple[int, int], int] = {}
+        self._host: dict[int, dict[int, int]] = {}  # slot -> offset -> token
         self._order: list[str] = []
 
     def forward(self, plan: StepPlan) -> None:
@@ -80,10 +98,8 @@ class FakeExecutor:
             self.states.pop(request_id, None)
         for new in plan.added:
             self.states[new.request_id] = new
-        for copy in plan.copies:
-            for offset in range(self.block_size):
-                if (copy.src, offset) in self._cache:
-                    self._cache[copy.dst, offset] = self._cache[copy.src, offset]
+            self._history[new.request_id] = list(new.token_ids)
+        self._move(plan)
         self.plans.append(plan)
         self._fail("forward")
         for request in plan.requests:
@@ -105,6 +121,23 @@ class FakeExecutor:
             error, self.fail_next = self.fail_next, None
             raise error
 
+    def _move(self, plan: StepPlan) -> None:
+        """Swaps out, swaps in, copies. What a block held before is gone."""
+        for swap in plan.swap_out:
+            self._host[swap.host] = self._block(swap.device)
+        for swap in plan.swap_in:
+            self._write(swap.device, self._host[swap.host])
+        for copy in plan.copies:
+            self._write(copy.dst, self._block(copy.src))
+
+    def _block(self, block: int) -> dict[int, int]:
+        return {i: self._cache[block, i] for i in range(self.block_size) if (block, i) in self._cache}
+
+    def _write(self, block: int, tokens: Mapping[int, int]) -> None:
+        for offset in range(self.block_size):
+            self._cache.pop((block, offset), None)
+        self._cache.update({(block, offset): token for offset, token in tokens.items()})
+
     def _slot(self, request: ScheduledRequest, position: int) -> tuple[int, int]:
         return request.block_ids[position // self.block_size], position % self.block_size
 
@@ -114,6 +147,10 @@ class FakeExecutor:
         state = self.states[request.request_id]
         last = request.start + len(request.token_ids) - 1 - len(request.draft)
         context = tuple(self._cache[self._slot(request, p)] for p in range(last + 1))
+        history = self._history[request.request_id]
+        if state.params.beams:
+            assert not state.params.penalises or context == tuple(history), "the state has another history"
+            return self._beam(request, context, state, mask)
         tokens: list[int] = []
         entries: list[TokenLogprobs] = []
         for row in range(request.num_logits):
@@ -127,13 +164,40 @@ class FakeExecutor:
                 break
         if not tokens:
             return SampledTokens(request.request_id, request.epoch, error="no token is legal")
+        assert context == tuple(history), "the cache holds something else"
+        history.extend(tokens)
         accepted = len(tokens) - 1
         logprobs = tuple(entries) if state.params.logprobs is not None else ()
         return SampledTokens(request.request_id, request.epoch, tuple(tokens), len(request.draft), accepted, logprobs)
 
+    def _beam(
+        self, request: ScheduledRequest, context: tuple[int, ...], state: NewRequest, mask: Bitmask | None
+    ) -> SampledTokens:
+        """The best continuations of each row, by log probabilities with the options applied to them."""
+        entries = []
+        count = max(state.params.beams + len(state.params.end_ids(self.end_ids)), state.params.logprobs or 0)
+        for row in range(request.num_logits):
+            text = context + request.draft.tokens[:row]
+            scores = log_softmax(self.model(text, None))
+            scores = self._restrict(scores, text, state, None if mask is None else mask[row])
+            best = [int(i) for i in np.argsort(-scores, kind="stable")[:count] if scores[i] > -np.inf]
+            entries.append(TokenLogprobs(-1, None, tuple(best), tuple(float(scores[i]) for i in best)))
+        if not entries[0].top_ids:
+            return SampledTokens(request.request_id, request.epoch, error="no token is legal")
+        return SampledTokens(
+            request.request_id, request.epoch, num_drafted=len(request.draft), candidates=tuple(entries)
+        )
+
     def _scores(self, context: tuple[int, ...], state: NewRequest, mask: np.ndarray | None) -> np.ndarray:
+        return self._restrict(self.model(context, seed_of(state.params)).copy(), context, state, mask)
+
+    def _restrict(
+        self, scores: np.ndarray, context: tuple[int, ...], state: NewRequest, mask: np.ndarray | None
+    ) -> np.ndarray:
+        """Apply the options in place."""
         params = state.params
-        scores = self.model(context, seed_of(params)).copy()
+        if params.frequency_penalty:
+            np.subtract.at(scores, list(context[state.num_prompt_tokens :]), params.frequency_penalty)
         for token, bias in params.logit_bias.items():
             scores[token] += bias
         if params.allowed_token_ids is not None:
@@ -146,6 +210,12 @@ class FakeExecutor:
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size]
             scores[bits == 0] = -np.inf
         return scores
+
+
+def log_softmax(scores: np.ndarray) -> np.ndarray:
+    shifted: np.ndarray = scores - scores.max()
+    shifted -= np.log(np.exp(shifted).sum())
+    return shifted
 
 
 def _logprobs(scores: np.ndarray, token: int, count: int | None) -> TokenLogprobs:
