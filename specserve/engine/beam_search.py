@@ -97,7 +97,7 @@ class Finished(Generic[T]):
         return len(self._kept) == self._width
 
     def add(self, total: float, length: int, item: T) -> None:
-        """A hypothesis of `length` tokens has ended. All that end in one step compete, whatever `early_stopping` says."""
+        """A hypothesis of `length` tokens has ended. All that end in one step compete, with early stopping too."""
         self._count += 1
         insort(self._kept, (-self.score(total, length), self._count, item))
         del self._kept[self._width :]

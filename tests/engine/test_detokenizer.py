@@ -70,3 +70,17 @@ def test_trap_e1_split_characters_never_show_replacements(text, size):
 )
 def test_examples(chunks, text):
     assert decode(chunks) == text
+
+
+@given(st.text(), st.text(), st.text(), st.integers(0, 40))
+def test_a_fork_goes_on_by_itself(before, one, other, cut):
+    """The fork may come in the middle of a character."""
+    begin = before.encode()[:cut]
+    rest = before.encode()[cut:]
+    detokenizer = Detokenizer()
+    shown = detokenizer.push(begin)
+    fork = detokenizer.fork()
+    forked = fork.push(rest) + fork.push(one.encode())
+    own = detokenizer.push(rest) + detokenizer.push(other.encode())
+    assert shown + forked == before + one
+    assert shown + own == before + other

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes.engines import VOCABULARY, answer, command, make_rig
+from tests.fakes.engines import SIZE, VOCABULARY, answer, command, make_rig
+from tests.fakes.executor import script_model
 from tests.fakes.vocab import EOS
 
 V = VOCABULARY
@@ -71,19 +72,54 @@ def test_trap_b20_guided_and_plain_requests_in_one_batch(drafts):
     assert got == {"g1": guided, "g2": guided, "p1": plain, "p2": plain}
 
 
-def test_trap_b10_preempted_guided_requests():
-    def commands():
-        return [
-            command(n, f"hi{n}", guided={"choice": ["日本語日本語", "hello there, hello"]}, max_tokens=30)
-            for n in "abc"
-        ]
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("wrong", [0, 5])
+def test_trap_b10_preempted_guided_requests(mode, wrong):
+    """Drafts that are pending are dropped, matchers hold the committed tokens only, and nothing else comes."""
+    texts = ["日本語日本語日本語", "hello there, hello there!"]
+    model = script_model(SIZE, {tuple(V.encode(f"hi{n}")): V.split(t) for n, t in zip("ab", texts, strict=True)})
 
-    calm = {c.request_id: answer(make_rig().run(c)[c.request_id]).token_ids for c in commands()}
-    rig = make_rig(blocks=9, block_size=4, drafts=4, wrong=5)
+    def commands():
+        return [command(n, f"hi{n}", guided={"choice": texts}, max_tokens=28) for n in "ab"]
+
+    calm = {c.request_id: answer(make_rig(model).run(c)[c.request_id]) for c in commands()}
+    rig = make_rig(model, blocks=8, block_size=4, drafts=4, wrong=wrong, host=40, preemption=mode)
+    scheduler = rig.engine.scheduler
+    pending, real = {}, scheduler.schedule
+
+    def schedule():
+        drafts = {r.request_id: r.draft for r in scheduler.running}
+        plan = real()
+        for request in scheduler.waiting:
+            if request.request_id in drafts:
+                pending[request.request_id] = len(drafts[request.request_id])
+                assert not request.draft
+                assert request.request_id not in {r.request_id for r in plan.requests}
+        return plan
+
+    scheduler.schedule = schedule
+    events = {"a": [], "b": []}
     for c in commands():
         rig.engine.handle(c)
-    events = rig.run()
-    assert {n: answer(e).token_ids for n, e in events.items()} == calm
+    while rig.engine.has_work:
+        for event in rig.step():
+            events[event.request_id].append(event)
+        for live in rig.engine._live.values():
+            if live.matcher is not None:
+                assert live.matcher._text == b"".join(map(V.token_bytes, live.request.output_token_ids))
+    rig.check_baseline()
+    assert any(pending.values()), "a request gave way while its draft was pending"
+    assert (scheduler.num_swapped > 0) == (mode == "swap")
+    for name, alone in calm.items():
+        got = answer(events[name])
+        assert got.text in texts
+        assert (got.token_ids, got.text, got.reason) == (alone.token_ids, alone.text, alone.reason)
+        usage = got.end.usage
+        assert usage.drafted == usage.accepted + usage.rejected
+    planned = [(r.request_id, len(r.draft)) for plan in rig.executor.plans for r in plan.requests]
+    for name in "ab":
+        drafted = sum(n for request_id, n in planned if request_id == name)
+        assert events[name][-1].usage.drafted <= drafted, "what was dropped counts for nothing"
 
 
 def test_compilation_order_does_not_hold_up_plain_requests():

@@ -160,3 +160,64 @@ def test_trap_a15_any_blocks_give_what_single_tokens_give(tokens, stops, budget,
         assert len(ids) <= counted
     elif reason is not None:
         assert ids == tokens[:counted]
+
+
+def outcome(judge, tokens):
+    """Everything that judging token by token shows, and whether the grammar refused one."""
+    shown = []
+    for token in tokens:
+        try:
+            verdict = judge.judge([token], [TokenLogprobs(token, -1.0)])
+        except SpecserveError:
+            return [*shown, "refused"]
+        shown.append(verdict)
+        if verdict.finish_reason:
+            return shown
+    return [*shown, judge.flush()]
+
+
+@given(TOKENS, TOKENS, TOKENS, STOPS, st.integers(20, 60), st.integers(0, 5))
+def test_a_fork_goes_on_by_itself(before, one, other, stops, budget, min_tokens):
+    def begun():
+        judge = Judge(SamplingParams(stop=stops, min_tokens=min_tokens), V.token_bytes, EOS_IDS, budget)
+        ended = any(judge.judge([token], [TokenLogprobs(token, -1.0)]).finish_reason for token in before)
+        return None if ended else judge
+
+    judge = begun()
+    if judge is None:
+        return
+    fork = judge.fork()
+    assert outcome(fork, one) == outcome(begun(), one)
+    assert outcome(judge, other) == outcome(begun(), other), "the fork changed nothing"
+
+
+def test_a_fork_has_a_grammar_state_of_its_own():
+    judge = Judge(SamplingParams(), V.token_bytes, EOS_IDS, 100, ChoiceMatcher((b"abx", b"aby"), V))
+    judge.judge(V.split("ab"))
+    fork = judge.fork()
+    assert fork.judge(V.split("x")).finish_reason == "stop"
+    assert judge.num_tokens == 2
+    assert judge.judge(V.split("y")).finish_reason == "stop"
+
+
+@given(TOKENS, st.sampled_from([EOS, SPECIAL, *range(97, 110), *range(258, V.vocab_size)]), STOPS, st.integers(20, 60))
+def test_end_by_says_what_judging_would_and_changes_nothing(before, token, stops, budget):
+    for matcher in (None, ChoiceMatcher((b"ab", b"abc", b"hello world"), V)):
+        judge = Judge(SamplingParams(stop=stops, min_tokens=2), V.token_bytes, EOS_IDS, budget, matcher)
+        for each in before:
+            if matcher is not None and not matcher._legal(each):
+                continue
+            if judge.judge([each]).finish_reason:
+                return
+        if matcher is not None and not matcher._legal(token):
+            continue
+        expected = judge.fork().judge([token])
+        assert judge.end_by(token) == expected.finish_reason
+        assert judge.judge([token]) == expected
+
+
+@pytest.mark.parametrize("budget", [1, 2])
+def test_end_by_knows_the_budget(budget):
+    judge = Judge(SamplingParams(), V.token_bytes, EOS_IDS, budget)
+    assert judge.end_by(V.id("ab")) == ("length" if budget == 1 else None)
+    assert judge.end_by(EOS) == "stop"

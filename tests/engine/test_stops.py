@@ -44,3 +44,19 @@ def test_without_stops_nothing_is_withheld():
     assert not matcher
     assert matcher.feed("a") == 0
     assert matcher.withheld == 0
+
+
+@given(st.text("abc", max_size=20), st.text("abc", max_size=20), st.text("abc", max_size=20), STOPS)
+def test_a_fork_goes_on_by_itself(before, one, other, stops):
+    def found(matcher, text):
+        return [(matcher.feed(char), matcher.withheld) for char in text]
+
+    matcher = StopMatcher(stops)
+    found(matcher, before)
+    fork = matcher.fork()
+    assert bool(fork)
+    both = found(fork, one), found(matcher, other)
+    for text, got in zip((one, other), both, strict=True):
+        alone = StopMatcher(stops)
+        found(alone, before)
+        assert found(alone, text) == got
