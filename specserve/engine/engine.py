@@ -139,6 +139,7 @@ class Engine:
             draft_kv_blocks_used=usage.draft_blocks_used,
             host_kv_blocks=usage.host_blocks,
             host_kv_blocks_used=usage.host_blocks_used,
+            swapped=sum(request.status is Status.SWAPPED for request in self.scheduler.waiting),
             counters=metrics.snapshot(),
         )
 

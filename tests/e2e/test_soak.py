@@ -122,7 +122,7 @@ def alone(engine: Engine, command: GenerateCommand) -> Any:
 def soak(folders: tuple[Path, Path], count: int, kinds: int, seed: int, preemption: str) -> dict[str, float]:
     """`count` requests of `kinds` different ones; returns the counters of the disturbed engine."""
     rng = random.Random(seed)
-    calm = build(folders)
+    calm = build(folders, kv_memory="16MiB", swap_memory=0)
     commands = [command_of(calm, rng, f"k{i}") for i in range(kinds)]
     expected = [alone(calm, command) for command in commands]
     assert calm.kv.baseline()
