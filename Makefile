@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a GPU this exact version has a CPU build; change it with TORCH="torch" to take the default CUDA build.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
 
-.PHONY: demo test test-all lint browser bench-serve clean
+.PHONY: demo test test-all lint browser bench-serve bench-latency clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specserve demo
@@ -27,6 +27,9 @@ browser:
 
 bench-serve: $(VENV)/.installed-dev
 	$(BIN)/python bench/serve.py --compare transformers
+
+bench-latency: $(VENV)/.installed-dev
+	$(BIN)/python bench/latency.py
 
 $(VENV)/.installed: pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

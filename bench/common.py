@@ -42,13 +42,20 @@ def row(
     *,
     baseline: Sequence[float] | None = None,
     goal_ratio: float | None = None,
+    goal_at_most: float | None = None,
 ) -> Row:
-    """Median and spread (half of max - min over the median) of repeats, against a baseline's median."""
+    """Median and spread (half of max - min over the median) of repeats, against a baseline's median.
+
+    The ratio is to reach `goal_ratio`, or to stay within `goal_at_most` where less is better.
+    """
     value = statistics.median(values)
     base = statistics.median(baseline) if baseline else None
     ratio = value / base if base else None
-    ok = None if goal_ratio is None or ratio is None else ratio >= goal_ratio
-    return Row(name, value, unit, base, ratio, goal_ratio, ok, (max(values) - min(values)) / 2 / value)
+    goal = goal_ratio if goal_at_most is None else goal_at_most
+    ok = None
+    if goal is not None and ratio is not None:
+        ok = ratio >= goal if goal_at_most is None else ratio <= goal
+    return Row(name, value, unit, base, ratio, goal, ok, (max(values) - min(values)) / 2 / value)
 
 
 def machine() -> dict[str, Any]:
