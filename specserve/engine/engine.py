@@ -243,9 +243,11 @@ class Engine:
         for live, error in settled.failed:
             self._live.fail(live, error)
         for search in settled.searches:
+            if not self._live.taken(search.request_id):
+                continue  # one of its beams failed in this step
             if search.done:
                 self._live.finish_group(search, search.results())
-            elif search.lives:
+            else:
                 self._live.add(list(search.apply(self.scheduler, self._live.remove)))
 
     def _fail_plan(self, plan: StepPlan, error: Exception) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from specserve.core.messages import AbortCommand, FailedEvent, StartedEvent
 from specserve.engine.judge import Judge
+from specserve.engine.settle import settle
 from tests.engine.test_beam_search import same
 from tests.engine.test_beams import LONG, PEAKED, PROMPT, beams, expected, found, scaled
 from tests.fakes.engines import VOCABULARY, answer, command, make_rig, several
@@ -109,6 +110,29 @@ def test_a_judge_that_breaks_fails_its_search_alone(monkeypatch):
     events = rig.run(beams("bad", width=3, max_tokens=9), beams("good", **LONG))
     assert isinstance(several(events["bad"]).end, FailedEvent)
     same(found(events["good"]), expected(PEAKED, **LONG))
+
+
+@pytest.mark.parametrize("steps", [2, 3, 16])
+def test_a_search_that_chose_and_failed_in_one_step_ends_once(steps, monkeypatch):
+    """Whether it was about to go on or had its answer."""
+    rig = make_rig(PEAKED)
+    rig.engine.handle(beams(**LONG))
+    whole = len(make_rig(PEAKED).run(beams(**LONG))["a"])
+    events = [e for _ in range(min(steps, LONG["max_tokens"]) - 1) for e in rig.step()]
+    assert len(events) < whole
+
+    def settle_and_fail(plan, result, lives, broken, token_bytes):
+        settled = settle(plan, result, lives, broken, token_bytes)
+        settled.failed.append((lives[plan.requests[0].request_id], RuntimeError("secret")))
+        return settled
+
+    monkeypatch.setattr("specserve.engine.engine.settle", settle_and_fail)
+    events += rig.step()
+    got = several(events)
+    assert isinstance(got.end, FailedEvent)
+    assert not got.choices
+    rig.check_baseline()
+    assert not rig.engine.has_work
 
 
 @pytest.mark.parametrize("where", ["forward", "sample"])
