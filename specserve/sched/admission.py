@@ -33,22 +33,19 @@ class Admission:
     running request with known tokens left has the whole budget, so nothing is admitted beside it.)
     """
 
-    __slots__ = ("_limits", "_promised", "_resumed", "_roster", "_step")
+    __slots__ = ("_limits", "_promised", "_roster", "_step")
 
     def __init__(self, step: OpenStep, limits: SchedulerLimits, roster: Roster) -> None:
         self._step = step
         self._limits = limits
         self._roster = roster
         self._promised = min(len(step.rows), roster.kv.target.num_blocks // 16)
-        self._resumed: set[str] = set()  # beams that came back with an earlier one of theirs
 
     def run(self) -> None:
         self._roster.waiting.admit(self._attempt)
 
     def _attempt(self, request: Request) -> Verdict:
         step, roster = self._step, self._roster
-        if request.request_id in self._resumed:
-            return Verdict.ADMITTED
         if step.spare < 1 or step.allowance < 1 or roster.places >= self._limits.places:
             return Verdict.STOP
         if not roster.kv.can_ever_fit(request.num_tokens + 1):
@@ -101,15 +98,15 @@ class Admission:
         step = self._step
         kv = self._roster.kv
         step.started.append(request)
-        if request.parked:
-            return
-        copies = kv.reserve(request.kv, 1)
-        assert copies is not None, "there are free blocks"
-        row = Rows(request, copies)
-        step.spare -= 1
-        step.allowance -= 1
-        step.extend_chunk(row)
-        step.rows.append(row)
+        copies = None if request.parked else kv.reserve(request.kv, 1)
+        # Of beams that copy one block the last may find none: it sits this step out, after which the block is its own.
+        assert copies is not None or request.params.beams, "there are free blocks"
+        if copies is not None:
+            row = Rows(request, copies)
+            step.spare -= 1
+            step.allowance -= 1
+            step.extend_chunk(row)
+            step.rows.append(row)
         self._promised += kv.target.blocks_for(request.num_tokens + 1) - len(request.kv.target.block_ids)
 
     def _resume(self, request: Request) -> Verdict:
@@ -120,11 +117,14 @@ class Admission:
         if self._step.spare < len(beams) or roster.places + sum(r.places for r in beams) > self._limits.places:
             return Verdict.BLOCKED
         grows = sum(kv.target.blocks_for(r.num_tokens + 1) - kv.target.blocks_for(r.num_computed) for r in beams)
-        copied = len(beams) if len(beams) > 1 else 0
+        # Of those that share the block that they write next all but one copy it.
+        written = [r.kv.target.slots[-1] for r in beams if r.num_computed % kv.block_size]
+        copied = len(written) - len(set(written))
         if kv.swap_need([r.kv for r in beams]) + grows + copied + self._promised > kv.target.num_free:
             return Verdict.BLOCKED
         roster.resume(beams)
-        self._resumed.update(r.request_id for r in beams)
+        for beam in beams[1:]:
+            roster.waiting.remove(beam)
         for beam in beams:
             self._join(beam)
         return Verdict.ADMITTED

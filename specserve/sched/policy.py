@@ -98,6 +98,7 @@ class WaitingQueue:
                     return
                 continue
             if verdict is Verdict.ADMITTED:
+                assert self._queue[i] is request, "only later ones leave with it"
                 del self._queue[i]
                 self._passed.pop(request.request_id, None)
                 for waits in blocked:

@@ -79,13 +79,17 @@ class Roster:
         for request in requests:
             self._run(request)
 
-    def fork(self, parent: Request, child: Request) -> None:
-        """A new request goes on from all that is computed of `parent`: at once if that runs, else from the queue."""
-        donor = next((m for m in child.family.members if m.places > 1), None) if child.family is not None else None
-        if donor is not None:
-            donor.places -= 1
-            self.places -= donor.status is Status.RUNNING
-        if parent.status is not Status.RUNNING:
+    def fork(self, parent: Request, child: Request, places: int) -> None:
+        """A new request goes on from all that is computed of `parent`: at once if that runs, else from the queue.
+
+        It takes a place that one of its family keeps; without one it runs only if fewer than `places` are taken.
+        """
+        members = child.family.members if child.family is not None else []
+        keeper = min((m for m in members if m.places > 1), key=lambda m: m.status is not Status.RUNNING, default=None)
+        if keeper is not None:
+            keeper.places -= 1
+            self.places -= keeper.status is Status.RUNNING
+        if parent.status is not Status.RUNNING or self.places >= places:
             self.waiting.push(child)
             return
         child.kv = self.kv.fork(parent.kv)
@@ -134,25 +138,26 @@ class Roster:
         request.num_computed = 0
         request.move_to(Status.PREEMPTED)
 
-    def plan_ran(self) -> None:
-        """The plan's moves ran."""
+    def plan_ran(self, *, failed: bool = False) -> None:
+        """The plan's moves ran, unless it `failed`."""
         if self.swapped_out or self.swapped_in:
             self.swapped_out, self.swapped_in, self.swap_out, self.swap_in = [], [], [], []
-            self.kv.swaps_ran()
+            self.kv.swaps_ran(failed=failed)
 
     def plan_failed(self) -> None:
-        """Whether the plan's moves ran is unknown: what they moved is recomputed."""
-        for request in self.swapped_in:
-            if request.status is Status.RUNNING:
-                self.running.remove(request)
-                self.places -= request.places
-                self.states.forget(request.request_id)
-                self._drop(request, lost=True)
-                self.waiting.push(request)
+        """Whether the plan's moves ran is unknown: what they moved is recomputed, and what was forked from that."""
         for request in self.swapped_out:
             if request.status is Status.SWAPPED:
+                self.waiting.remove(request)
                 self._drop(request, lost=True)
-        self.plan_ran()
+                self.waiting.push(request)
+        for request in [r for r in self.running if self.swapped_in and self.kv.unsettled(r.kv)]:
+            self.running.remove(request)
+            self.places -= request.places
+            self.states.forget(request.request_id)
+            self._drop(request, lost=True)
+            self.waiting.push(request)
+        self.plan_ran(failed=True)
 
     def end(self, request: Request) -> SequenceKV | None:
         """Take a request out, whatever it does. Returns its KV, which the caller releases."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specserve.core.errors import OverloadedError
-from specserve.core.plan import SampledTokens, ScheduledRequest, StepPlan, StepResult
+from specserve.core.plan import StepPlan, StepResult
 from specserve.core.request import Request, Status
 from specserve.core.tree import EMPTY_TREE
 from specserve.kv.manager import KVManager
@@ -115,15 +115,18 @@ class Scheduler:
     def fork(self, parent: Request, child: Request) -> None:
         """Add a member of `parent`'s family that goes on from all that is computed of it, copy-on-write.
 
-        `child` is WAITING, and its tokens begin with those computed. It runs at once if `parent` does; otherwise it is
-        queued. Not while a plan is in flight.
+        `child` is WAITING, and its tokens begin with those computed. It runs at once if `parent` does and there is a
+        place; otherwise it is queued. Not while a plan is in flight.
         """
         self._must_be_down()
         self._adopt(child)
-        self._roster.fork(parent, child)
+        self._roster.fork(parent, child, self.limits.places)
 
     def preempt(self, request: Request) -> None:
-        """Make a running request, with its beams, give its KV up now, as if others needed it."""
+        """Make a running request, with its beams, give its KV up now, as if others needed it.
+
+        Where it is swapped the next plan reads it: nothing may be drafted for others between this and `schedule`.
+        """
         self._must_be_down()
         self._roster.preempt(request, self.preemption, self.budget.seconds_per_row)
 
@@ -168,7 +171,7 @@ class Scheduler:
         step = Step(self.limits, roster, self.budget, self.preemption)
         step.decide()
         self.exhausted = step.exhausted
-        if not (step.rows or roster.swap_out):
+        if not (step.rows or roster.swap_out or roster.swap_in):
             self.stalled_steps += self.has_work
             return None
         self._step += 1
@@ -227,28 +230,20 @@ class Scheduler:
             self.budget.observe(last.num_decoding, last.chunk_rows, seconds - swap_seconds)
             self.preemption.observe(last.num_moved, swap_seconds)
 
-    def _advance(self, request: Request, entry: ScheduledRequest, output: SampledTokens) -> None:
-        emitted = output.token_ids
-        accepted = min(output.num_accepted, len(emitted))
-        request.append(emitted)
-        self.kv.commit(request.kv, request.token_ids, len(entry.token_ids) - len(entry.draft) + accepted)
-        request.num_computed = request.kv.target.committed
-
     def abandon(self, plan: StepPlan) -> None:
         """The step failed: take its reservations back. Its requests go on as if it had never been planned.
 
-        Requests whose KV it moved to or from the host pool are computed again. Whether the worker saw the plan is
-        unknown, so later plans may remove states again, or ones never added.
+        Requests whose KV it moved to or from the host pool are computed again, as are forks of these. Whether the
+        worker saw the plan is unknown, so later plans may remove states again, or ones never added.
         """
         flight = self._flight
         if flight is None or plan is not flight.plan:
             raise ValueError(f"plan {plan.step} is not in flight")
         self._roster.plan_failed()
-        live = [r for r in flight.planned if r.kv is not None]
-        for request in live:
+        for request in self._roster.running:
             request.draft = EMPTY_TREE
             self.kv.rollback(request.kv)
-        self._roster.states.abandoned(plan, live)
+        self._roster.states.abandoned(plan, self._roster.running)
         self._land(flight)
 
     def _land(self, flight: Flight) -> None:

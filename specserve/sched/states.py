@@ -40,10 +40,10 @@ class WorkerStates:
         self._again.clear()
         return added, removed
 
-    def abandoned(self, plan: StepPlan, planned: Iterable[Request]) -> None:
-        """The worker may or may not have seen the plan's changes: tell it again. `planned` are those still running."""
+    def abandoned(self, plan: StepPlan, running: Iterable[Request]) -> None:
+        """The worker may or may not have seen the plan's changes: tell it again."""
         added = {new.request_id for new in plan.added}
-        self._again.update((r.request_id, r) for r in planned if r.request_id in added)
+        self._again.update((r.request_id, r) for r in running if r.request_id in added)
         self._removed.update((i, None) for i in plan.removed if i not in self._known)
 
     def check(self, running: Iterable[Request]) -> None:

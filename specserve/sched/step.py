@@ -100,6 +100,8 @@ class Step:
     def _preempt(self, request: Request) -> None:
         self.spare += self._roster.preempt(request, self._preemption, self._budget.seconds_per_row)
         self._preempted = True
+        if self.started:
+            self.started = [started for started in self.started if started.status is Status.RUNNING]
 
     def _break_stall(self) -> None:
         """Nobody has a row: beams wait for others of theirs that find no room. The latest give way to the first."""

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from specserve.core.plan import (
+    BlockCopy,
     BlockSwap,
     NewRequest,
     SampledTokens,
@@ -28,15 +29,20 @@ def kv_value(namespace: str, tokens: Sequence[int], position: int) -> Value:
     return namespace, tuple(tokens[: position + 1])
 
 
-def next_token(tokens: Sequence[int], vocab: int = 5) -> int:
-    """The target's deterministic choice after `tokens`."""
-    return hashlib.sha256(repr(tuple(tokens)).encode()).digest()[0] % vocab
+def _digest(tokens: Sequence[int], salt: int) -> bytes:
+    text = repr((salt, tuple(tokens)) if salt else tuple(tokens))
+    return hashlib.sha256(text.encode()).digest()
 
 
-def best_tokens(tokens: Sequence[int], count: int, vocab: int = 5) -> TokenLogprobs:
+def next_token(tokens: Sequence[int], vocab: int = 5, salt: int = 0) -> int:
+    """The target's deterministic choice after `tokens`; each `salt` has its own, as each seed has."""
+    return _digest(tokens, salt)[0] % vocab
+
+
+def best_tokens(tokens: Sequence[int], count: int, vocab: int = 5, salt: int = 0) -> TokenLogprobs:
     """The best continuations of a beam: `next_token` first, then the ids after it, as far apart as `tokens` say."""
-    first = next_token(tokens, vocab)
-    apart = 0.5 + hashlib.sha256(repr(tuple(tokens)).encode()).digest()[1] / 256
+    first = next_token(tokens, vocab, salt)
+    apart = 0.5 + _digest(tokens, salt)[1] / 256
     top = range(min(count, vocab))
     return TokenLogprobs(
         token_id=-1,
@@ -46,11 +52,11 @@ def best_tokens(tokens: Sequence[int], count: int, vocab: int = 5) -> TokenLogpr
     )
 
 
-def expected_tokens(prompt: Sequence[int], max_tokens: int, vocab: int = 5) -> list[int]:
+def expected_tokens(prompt: Sequence[int], max_tokens: int, vocab: int = 5, salt: int = 0) -> list[int]:
     """What a request alone yields."""
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(next_token(tokens, vocab))
+        tokens.append(next_token(tokens, vocab, salt))
     return tokens
 
 
@@ -59,7 +65,7 @@ class FakeWorker:
 
     Args:
         num_blocks, block_size: of the target's memory.
-        namespace: of a request id.
+        namespace, salt: of a request id.
         host_blocks: of the host memory of each pool.
         draft_blocks: of the draft's memory, which plans only swap: a test writes what it wants to find there.
     """
@@ -70,6 +76,7 @@ class FakeWorker:
         block_size: int,
         namespace: Callable[[str], str] = lambda _: "",
         *,
+        salt: Callable[[str], int] = lambda _: 0,
         host_blocks: int = 0,
         draft_blocks: int = 0,
     ) -> None:
@@ -80,24 +87,36 @@ class FakeWorker:
         self.states: dict[str, list[int]] = {}
         self.beams: dict[str, int] = {}  # of the requests that are beams: candidates to give
         self.namespace = namespace
+        self.salt = salt
         self.max_rows = 0
         self.abandoned = False  # a plan was: states may be removed that were never added, or twice
 
     def run(self, plan: StepPlan) -> StepResult:
         """All of one step."""
         self.forward(plan)
+        return self.sample(plan)
+
+    def sample(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step, tuple(self._sample(entry) for entry in plan.requests))
 
     def forward(self, plan: StepPlan) -> None:
-        self._update_states(plan.removed, plan.added)
-        self._swap(plan)
-        for copy in plan.copies:
-            assert copy.pool == "target"
-            for offset in range(self.block_size):
-                self.memory[copy.dst * self.block_size + offset] = self.memory[copy.src * self.block_size + offset]
+        self.move(plan)
         for entry in plan.requests:
             self._write(entry)
         self.max_rows = max(self.max_rows, plan.num_rows)
+
+    def move(self, plan: StepPlan) -> None:
+        """What comes before the forward."""
+        self._update_states(plan.removed, plan.added)
+        self._swap(plan)
+        assert all(copy.pool == "target" for copy in plan.copies)
+        self.copy(plan.copies)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        size = self.block_size
+        for copy in copies:
+            memory = self.memory if copy.pool == "target" else self.draft_memory
+            memory[copy.dst * size : (copy.dst + 1) * size] = memory[copy.src * size : (copy.src + 1) * size]
 
     def _swap(self, plan: StepPlan) -> None:
         """Out, then in. A slot keeps what it has until it is written again."""
@@ -169,15 +188,16 @@ class FakeWorker:
         if not complete:
             assert not entry.draft
             return SampledTokens(entry.request_id, entry.epoch)
+        salt = self.salt(entry.request_id)
         count = self.beams.get(entry.request_id)
         if count is not None:
             rows = [[*known, *entry.draft.tokens[:j]] for j in range(entry.num_logits)]
-            candidates = tuple(best_tokens(row, count) for row in rows)
+            candidates = tuple(best_tokens(row, count, salt=salt) for row in rows)
             return SampledTokens(entry.request_id, entry.epoch, num_drafted=len(entry.draft), candidates=candidates)
-        emitted = [next_token(known)]
+        emitted = [next_token(known, salt=salt)]
         for drafted in entry.draft.tokens:
             if drafted != emitted[-1]:
                 break
-            emitted.append(next_token([*known, *emitted]))
+            emitted.append(next_token([*known, *emitted], salt=salt))
         known.extend(emitted)
         return SampledTokens(entry.request_id, entry.epoch, tuple(emitted), len(entry.draft), len(emitted) - 1)
