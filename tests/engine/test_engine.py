@@ -247,7 +247,26 @@ def test_trap_b10_preemption_drops_drafts_and_changes_nothing():
     events = rig.run(*(command(n, f"hi{n}", max_tokens=14) for n in "abc"))
     assert {n: answer(e).token_ids for n, e in events.items()} == calm
     assert rig.engine.stats().counters["num_preemptions_total"] > 0
+    assert len(rig.drafter.forgotten) > 3, "the drafter is told of preemptions too"
     assert all(sum(isinstance(e, StartedEvent) for e in got) == 1 for got in events.values())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_plan_may_hold_moves_alone(fails, monkeypatch):
+    calm = one(make_rig(), max_tokens=12).token_ids
+    rig = make_rig(host=20, preemption="swap", drafts=2, prefix_cache=False)
+    rig.engine.handle(command("a", HI, max_tokens=12))
+    events = [e for _ in range(3) for e in rig.step()]
+    rig.engine.scheduler.preempt(rig.engine.scheduler.running[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(WaitingQueue, "admit", lambda queue, attempt: None)
+        rig.executor.fail_next = RuntimeError("gone") if fails else None
+        assert rig.step() == [], "nobody is at fault: it is computed again"
+    plan = rig.executor.plans[-1]
+    assert plan.swap_out
+    assert not plan.requests
+    assert answer([*events, *rig.run()["a"]]).token_ids == calm
+    assert any(p.swap_in for p in rig.executor.plans) == (not fails)
 
 
 def test_failed_event_is_typed_for_a_pool_that_can_never_hold_it():
