@@ -191,6 +191,24 @@ def test_a_fork_goes_on_by_itself(before, one, other, stops, budget, min_tokens)
     assert outcome(judge, other) == outcome(begun(), other), "the fork changed nothing"
 
 
+@pytest.mark.parametrize("first", ["fork", "judge"])
+def test_a_fork_shares_no_held_text(first):
+    """Half a stop text and half a character are held back by both, and each ends its own way."""
+    judge = Judge(SamplingParams(stop="STOP"), V.token_bytes, EOS_IDS, 100)
+    half = V.id(EMOJI[:2])
+    assert judge.judge([*words("hello", "ST")]).release.text == "hello"
+    forks = {"fork": judge.fork(), "judge": judge}
+    one, other = forks.pop(first), forks.popitem()[1]
+    verdict = one.judge(words("OP"))
+    assert (verdict.release.text, verdict.release.token_ids, verdict.finish_reason) == ("", (), "stop")
+    verdict = other.judge(V.split("x"))
+    assert (verdict.release.text, verdict.release.token_ids) == ("STx", (*words("ST"), *V.split("x")))
+    assert other.judge([half]).release.text == ""
+    copy = other.fork()
+    assert copy.judge(V.split("y")).release.text == "\ufffdy"
+    assert other.judge([V.id(EMOJI[2:5]), V.id(EMOJI[5:])]).release.text == EMOJI.decode()
+
+
 def test_a_fork_has_a_grammar_state_of_its_own():
     judge = Judge(SamplingParams(), V.token_bytes, EOS_IDS, 100, ChoiceMatcher((b"abx", b"aby"), V))
     judge.judge(V.split("ab"))
