@@ -70,13 +70,15 @@ class TestScores:
         check(continuations(x, [g], VOCAB)[0][0], scores, 5)
 
     def test_a_draft_is_history_for_the_rows_after_it(self):
-        x = logits(1).repeat(3, 1)
-        x[:, 20] = 9.0
-        g = group(0, 3, chain=(20, 20), frequency_penalty=0.5)
+        x = logits(1).repeat(4, 1)
+        x[:, 20], x[:, 21] = 19.0, 18.9
+        chain = (20, 20, 21)
+        g = group(0, 4, chain=chain, frequency_penalty=0.5)
         rows = continuations(x, [g], VOCAB)[0]
         for j, entry in enumerate(rows):
             scores = torch.log_softmax(x[0], 0)
-            scores[20] -= 0.5 * j
+            for token in chain[:j]:
+                scores[token] -= 0.5
             check(entry, scores, 5)
         assert g.state.counts[20] == 0, "drafts are not history yet"
 
@@ -162,10 +164,11 @@ class TestTop:
 
     @pytest.mark.parametrize("equal", [3, 5, 6, 7, 400])
     def test_ties_fall_to_the_lowest_id(self, equal):
-        x = logits(1)
-        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:equal]
-        x[0, ids] = 30.0
-        check(continuations(x, [group()], VOCAB)[0][0], torch.log_softmax(x[0], 0), 5)
+        for seed in range(10):
+            x = logits(1)
+            x[0, torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:equal]] = 30.0
+            for width in (4, 16):
+                check(continuations(x, [group(width=width)], VOCAB)[0][0], torch.log_softmax(x[0], 0), width + 1)
         assert continuations(torch.zeros(1, VOCAB), [group()], VOCAB)[0][0].top_ids == (0, 1, 2, 3, 4)
 
     def test_ties_among_the_few_that_are_legal(self):

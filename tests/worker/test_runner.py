@@ -72,7 +72,7 @@ class TestMoves:
     def test_only_moves_of_its_own_pool(self):
         runner = make(pool="draft")
         old = runner.cache.storage.clone()
-        swaps = (BlockSwap(0, 3), BlockSwap(1, 3, "draft"))
+        swaps = (BlockSwap(0, 3), BlockSwap(1, 3, "draft"), BlockSwap(5, 3))
         plan = StepPlan(1, (), swap_out=swaps, copies=(BlockCopy(2, 3), BlockCopy(2, 4, "draft")))
         runner.move(plan)
         runner.move(StepPlan(2, (), swap_in=(BlockSwap(7, 3, "draft"),)))
