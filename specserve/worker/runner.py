@@ -16,7 +16,7 @@ from specserve.models.kv_cache import PagedKVCache
 from specserve.worker.host import HostBlocks
 from specserve.worker.inputs import Rows, build_batch
 
-MEASURED_BYTES = 8 * 2**20  # moved at a time to measure what a swap costs
+MEASURED_BYTES = 4 * 2**20  # moved at a time to measure what a swap costs
 
 
 class Model(Protocol):
