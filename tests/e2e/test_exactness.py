@@ -112,27 +112,49 @@ def test_concurrent_streams_join_and_leave(engine: Callable[..., LLM], temperatu
 
 def test_trap_d12_warm_equals_cold_and_d13_chunks(engine: Callable[..., LLM]) -> None:
     """A prefix hit and the size of prefill chunks change no token and no logprob."""
-    texts = [t * 6 for t in prompts(3)]
+    texts = [(t * 20)[:1400] for t in prompts(2)]
     p = params(0.8, 24, logprobs=2)
     outcomes = []
-    for chunk in (512, 16, 5):
+    for chunk in (512, 256, 16, 1):
         llm = engine(speculation={"methods": ["suffix"]}, max_batched_tokens=chunk)
         for _ in ("cold", "warm"):
             results = llm.generate([chat(t) for t in texts], p)
+            assert min(r.usage.prompt_tokens for r in results) > 256, "there is more than one chunk"
             outcomes.append([(list(r.token_ids), r.logprobs) for r in results])
             cached = [r.usage.cached_tokens for r in results]
         assert all(c > 0 for c in cached), "the second run hits the cache"
     assert all(outcome == outcomes[0] for outcome in outcomes[1:])
 
 
-def test_trap_a5_preempted_equals_undisturbed(engine: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_trap_a5_preempted_equals_undisturbed(engine: Callable[..., LLM], preemption: str) -> None:
     """A pool for about three of eight requests: preemption must happen, and change nothing."""
     texts = [t[:200] for t in prompts(8)]
-    p = params(0.8, 64, ignore_eos=True)
-    expected = ids(engine(speculation={"methods": ["suffix"]}), texts, p)
-    small = engine(speculation={"methods": ["suffix"]}, kv_memory="12MiB")
-    assert ids(small, texts, p) == expected
-    assert small.stats().counters["num_preemptions_total"] > 0
+    p = params(0.8, 64, ignore_eos=True, logprobs=1)
+    speculation = {"methods": ["suffix"]}
+    expected = engine(speculation=speculation).generate([chat(t) for t in texts], p)
+    small = engine(speculation=speculation, kv_memory="12MiB", preemption=preemption)
+    results = small.generate([chat(t) for t in texts], p)
+    assert [(r.token_ids, r.text, r.logprobs) for r in results] == [(r.token_ids, r.text, r.logprobs) for r in expected]
+    counters = small.stats().counters
+    assert counters["num_preemptions_total"] > 0
+    assert (counters["num_swapped_total"] > 0) == (preemption == "swap")
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_trap_a22_choices_equal_single_requests(engine: Callable[..., LLM], temperature: float) -> None:
+    """Each choice is what a request of one gives with its seed; neighbours keep their drafts and their tokens."""
+    llm = engine(speculation={"methods": ["suffix"], "adaptive": False})
+    texts = [t[:300] for t in prompts(4)]
+    single = params(temperature, 32)
+    expected = ids(llm, texts, single)
+    several = [params(temperature, 32, n=4), *[single] * 3]
+    results = llm.generate([chat(t) for t in texts], several)
+    assert [r.token_ids for r in results] == expected
+    assert all(r.usage.drafted > 0 for r in results[1:]) or temperature > 0
+    for choice in results[0].choices:
+        again = llm.generate(chat(texts[0]), SamplingParams(max_tokens=32, temperature=temperature, seed=choice.seed))
+        assert again[0].token_ids == choice.token_ids
 
 
 def test_trap_a9_logprobs_with_drafts(engine: Callable[..., LLM], random_draft: Path) -> None:
