@@ -8,8 +8,8 @@ from bench.policies.report import Report
 TEXTS = (
     "Memory and batches are averages over the steps in which requests wait, so that memory is what limits. The paper "
     "averages over runs at a fixed rate (2 requests/s with ShareGPT's lengths, 30 with Alpaca's). At these, requests "
-    "wait for reserved memory, and our figures are as the paper's; they need not wait for paged memory, so the "
-    "paper's paged batches are smaller than ours.",
+    "wait for reserved memory on our clock too, and the shares are within a few points of the paper's; they need not "
+    "wait for paged memory, so the paper's paged batches are smaller than ours.",
     "Paged: of allocated blocks only the rest of each request's last block is empty, 7.5 of 16 slots on average, "
     "measured when a step is committed and its scratch has been given back. That is less than the paper's 3.7%, which "
     "it does not divide further. What is not allocated is kept free for the growth of the requests that run.",
@@ -24,8 +24,9 @@ TEXTS = (
     "its system's announcement is against the generate of transformers, whose own costs of a step add to those of "
     "static batches; here all policies pay the same for a row.",
     "Sharing, samples: full blocks of the prompt alone are shared, so the saving is the prompt's share of all blocks "
-    "times 1 - 1/n. That is exact here; the paper's growth with n is not quite the same, as its n samples end at "
-    "different lengths.",
+    "times 1 - 1/n, all samples of a request being equally long. With ShareGPT's lengths less is saved than in the "
+    "paper: prompts and outputs are drawn independently here, so that long answers, which weigh most, stand after "
+    "prompts of average length.",
     "Sharing, beams: survivors are simulated. After each step one beam, chosen at random, loses to a second "
     "continuation of another beam. Lines of descent then meet some (width - 1)^2 tokens back, sooner than those of "
     "the paper's model seem to, so more is saved than in the paper, most with ShareGPT's longer answers.",
