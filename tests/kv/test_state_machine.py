@@ -11,7 +11,7 @@ from tests.kv.machine import SMALL, TOKEN, WHICH, Steps
 from tests.kv.memory import GARBAGE, held, text_kv
 
 MASK = st.integers(1, 63)
-MOVES = ("", "out", "in", "out, in", "evict, in", "evict, in, out")
+MOVES = ("", "out", "in", "out, in", "evict, in", "evict, in, out", "evict, in, drop, in")
 
 
 class KVMachine(Steps):
@@ -150,6 +150,8 @@ class KVMachine(Steps):
         if "in" in moves and not any(seq.swapped for seq in self.live):
             self.swap_out_some(self.some(mask, False))
             self.forward()
+            for i in range(len(self.live)):  # the others' drafts take the room
+                self.draft(i, 8 * flip, [], False)
         for i, seq in enumerate(self.live):
             if seq.can_step:
                 self.reserve_rows(seq, known, drafts[i] if i < len(drafts) else [], bool(flip))
@@ -169,6 +171,9 @@ class KVMachine(Steps):
             self.swap_out_some(self.some(mask, False))
         elif move == "evict":
             self.evict()
+        elif move == "drop":
+            for seq in [seq for seq in self.moved if seq in self.live][:1]:
+                self.release_one(seq)
         elif move == "in":
             back = [seq for seq in self.live if seq.swapped][: mask % 4 + 1]
             self.swap_in_some(back)
@@ -237,8 +242,9 @@ class KVMachine(Steps):
 
     def is_what_its_digest_names(self, pool, values, block):
         """A published block, used or free, holds one text's KV, and is found under that text's digest."""
-        namespace, tokens = values[-1]
+        namespace, tokens = values[-1] or GARBAGE
         start = len(tokens) - self.size
+        assert start >= 0, "nothing was written where it is said to be"
         assert values == text_kv(namespace, tokens, start, len(tokens))
         if (namespace, tokens) not in self.digests:
             self.digests[namespace, tokens] = PrefixChain(namespace, self.size).digest(tokens, start // self.size)
