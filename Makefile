@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a GPU this exact version has a CPU build; change it with TORCH="torch" to take the default CUDA build.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
 
-.PHONY: demo test test-all lint browser bench-serve bench-latency clean
+.PHONY: demo test test-all lint browser bench-serve bench-latency bench-kv bench-sched clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specserve demo
@@ -14,7 +14,7 @@ test: $(VENV)/.installed-dev lint
 	$(BIN)/pytest -n 2 --dist loadfile
 
 test-all: $(VENV)/.installed-dev lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "slow or not slow" --timeout 3600
+	SPECSERVE_EXAMPLES=10000 $(BIN)/pytest -n 2 --dist loadfile -m "slow or not slow" --timeout 3600
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -30,6 +30,12 @@ bench-serve: $(VENV)/.installed-dev
 
 bench-latency: $(VENV)/.installed-dev
 	$(BIN)/python bench/latency.py
+
+bench-kv: $(VENV)/.installed-dev
+	$(BIN)/python bench/kv_policies.py
+
+bench-sched: $(VENV)/.installed-dev
+	$(BIN)/python bench/scheduler.py
 
 $(VENV)/.installed: pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
