@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from specserve.cluster.local import NO_LEGAL_TOKEN, LocalExecutor
 from specserve.core.plan import BlockCopy, BlockSwap, NewRequest, ScheduledRequest, StepPlan
@@ -169,17 +170,22 @@ class TestBeams:
             same = run(alone, StepPlan(1, (ask("a", tokens),), (new("a", tokens, beam_width=3),))).outputs[0]
             assert same.candidates == (entry,), "a row is what it is without a draft"
 
-    def test_candidates_are_of_the_models_logits(self):
+    @pytest.mark.parametrize("penalty", [1.0, 1.5, 0.6])
+    def test_candidates_are_those_of_transformers(self, penalty):
+        """log_softmax of the model's own logits, then its processor for the penalty."""
         ex, runner = executor()
         seen = []
         forward = runner.forward
         runner.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
-        output = run(ex, StepPlan(1, (ask("a", [5, 6]),), (new("a", [5, 6], beam_width=3, temperature=0.0),))).outputs[
-            0
-        ]
-        scores, ids = torch.topk(torch.log_softmax(seen[0][0], 0), 4)
-        assert output.candidates[0].top_ids == tuple(ids.tolist())
-        assert output.candidates[0].top_logprobs == pytest.approx(scores.tolist(), abs=1e-5)
+        tokens, draft = (5, 6, 7, 5, 9, 11), (12, 5)
+        added = NewRequest("a", tokens, 3, SamplingParams(beam_width=16, repetition_penalty=penalty), 3)
+        output = run(ex, StepPlan(1, (ask("a", tokens, draft=draft),), (added,))).outputs[0]
+        for j, (row, entry) in enumerate(zip(seen[0], output.candidates, strict=True)):
+            history = torch.tensor([(*tokens, *draft[:j])])
+            scores = RepetitionPenaltyLogitsProcessor(penalty)(history, torch.log_softmax(row[None], -1))[0]
+            best, ids = torch.topk(scores, 17)
+            assert entry.top_ids == tuple(ids.tolist())
+            assert entry.top_logprobs == pytest.approx(best.tolist(), abs=1e-5)
 
     def test_its_state_stays_until_the_engine_adds_it_again(self):
         params = {"beam_width": 2, "frequency_penalty": 1.0}
