@@ -241,6 +241,18 @@ def test_nothing_left_to_run_ends_the_search():
     assert [item for _, item in finished] == ["only"]
 
 
+@pytest.mark.parametrize(
+    ("early", "penalty", "done"), [(False, 1.0, True), ("never", 1.0, False), ("never", -1.0, True)]
+)
+def test_never_hopes_for_the_longest_answer_where_length_helps(early, penalty, done):
+    finished = Finished(1, penalty, early, 10)
+    finished.add(-2.0, 2, "one")
+    assert finished.advance(-3.0, 2) == done
+    hopeful = Finished(1, -1.0, "never", 10)
+    hopeful.add(-2.0, 2, "one")
+    assert not hopeful.advance(-1.5, 2), "a longer one is worse, not the present one"
+
+
 def test_equal_scores_keep_the_earlier():
     finished = Finished(2, 0.0, "never", 10)
     for item in "abc":

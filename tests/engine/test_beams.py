@@ -124,6 +124,35 @@ def test_drafts_that_hold_save_steps_and_change_nothing(block_size, wrong):
     assert counters['spec_decode_num_accepted_tokens_total{source="oracle"}'] == usage.accepted
 
 
+def test_drafts_of_beams_that_end_are_counted():
+    rig = make_rig(scaled(8.0), drafts=3, wrong=4)
+    usage = rig.run(beams(width=4, max_tokens=10, early_stopping="never", speculation=True))["a"][-1].usage
+    planned = sum(len(r.draft) for plan in rig.executor.plans for r in plan.requests)
+    assert usage.drafted == planned > 0
+    counters = rig.engine.stats().counters
+    assert counters['spec_decode_num_draft_tokens_total{source="oracle"}'] == planned
+
+
+def test_a_beam_with_two_continuations_takes_no_other_ones_place():
+    """Both best continuations are the first beam's, and the second is also what the second beam drafted."""
+    a, b, c, d = V.split("abcd")
+    after = {(): {a: 0.9, b: 0.05}, (a,): {c: 0.6, d: 0.39}, (b,): {d: 0.99}}
+
+    def model(context, _):
+        found = np.full(SIZE, -30.0)
+        found[list(IDS)] = -9.0
+        likely = after.get(context[len(PROMPT) :], {IDS[1 + len(context) % 5]: 0.98})
+        for token, p in likely.items():
+            found[token] = np.log(p)
+        return found
+
+    job = {"width": 2, "max_tokens": 6}
+    rig = make_rig(model, drafts=3)
+    got = found(rig.run(beams(**job, speculation=True))["a"])
+    same(got, expected(model, **job))
+    assert {f.tokens[:2] for f in got} == {(a, c), (a, d)}
+
+
 def test_beams_are_drafted_for_only_where_asked():
     rig = make_rig(PEAKED, drafts=4)
     events = rig.run(beams("no", **LONG), beams("cap", **LONG, speculation={"num_speculative_tokens": 2}))
@@ -327,6 +356,14 @@ def test_all_hypotheses_come_whole_at_the_end():
         assert not any(isinstance(e, DeltaEvent | ChoiceFinishedEvent) for e in last)
         last = rig.step()
     assert [type(e) for e in last] == [DeltaEvent, ChoiceFinishedEvent] * 3 + [FinishedEvent]
+
+
+def test_a_search_keeps_room_for_its_beams():
+    rig = make_rig(PEAKED, max_running=4)
+    events = rig.run(beams(**LONG), *(command(n, f"hi{n}", max_tokens=9) for n in "bcd"))
+    same(found(events["a"]), expected(PEAKED, **LONG))
+    assert max(len(plan.requests) for plan in rig.executor.plans) == 4
+    assert all(answer(events[n]).reason == "length" for n in "bcd")
 
 
 def test_a_width_of_one_is_greedy():
