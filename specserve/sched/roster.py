@@ -19,7 +19,7 @@ class Roster:
     Attributes:
         running: requests that own KV blocks, in running_order.
         waiting: requests that own none (swapped ones own host slots), in admission order.
-        places: of the running ones together.
+        places: of the running ones together; too many only where beams keep those of others that ended waiting.
         states: what the worker knows of them.
         swapped_out, swapped_in: requests whose KV the plan that is being made moves, and the moves.
         num_preemptions, num_swapped: requests that gave way since the start, and how many of them to the host pool.
@@ -182,7 +182,7 @@ class Roster:
             return
         family.members.remove(request)
         if family.in_step and family.members:
-            heir = family.members[0]
+            heir = min(family.members, key=lambda member: member.status is not request.status)
             heir.places += request.places
             if heir.status is Status.RUNNING:
                 self.places += request.places
@@ -191,7 +191,7 @@ class Roster:
         """Assert the invariants; tests call it after every step."""
         self.waiting.check()
         self.states.check(self.running)
-        assert self.places <= places
+        assert len(self.running) <= places
         assert self.kv.num_sequences >= sum(r.kv is not None for r in (*self.running, *self.waiting))
         keys = [running_order(r) for r in self.running]
         assert keys == sorted(set(keys))

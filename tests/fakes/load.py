@@ -210,7 +210,8 @@ class Load:
     def arrive_search(self, name: str, prompt: list[int], max_tokens: int, options: dict[str, object]) -> bool:
         bench, rng = self.bench, self.rng
         width = min(rng.randrange(2, 6), bench.scheduler.limits.places)
-        while max_tokens and beam_blocks(len(prompt), max_tokens, width, bench.kv.block_size) > bench.kv.target.num_blocks:
+        size, blocks = bench.kv.block_size, bench.kv.target.num_blocks
+        while max_tokens and beam_blocks(len(prompt), max_tokens, width, size) > blocks:
             max_tokens -= 1
         if width < 2 or not max_tokens:
             return False

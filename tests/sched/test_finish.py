@@ -165,3 +165,99 @@ def test_a_request_that_ends_in_an_abandoned_plan_is_released():
     bench.scheduler.abandon(plan)
     bench.scheduler.check()
     assert bench.kv.baseline()
+
+
+# Families
+
+
+@pytest.mark.parametrize("flight", [False, True])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4])
+def test_trap_d6_abort_of_one_choice_leaves_the_others_as_they_are(steps, which, flight):
+    """Waiting, held, in the prompt, forked."""
+    bench = Bench(blocks=12, size=4, max_batched_tokens=4)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    members = bench.add_choices("a", 3, prompt, 4)
+    for _ in range(steps):
+        bench.step()
+    plan = bench.plan() if flight else None
+    ended(bench, members[which])
+    if plan is not None:
+        bench.commit(plan, bench.worker.run(plan))
+    bench.steps()
+    for i, member in enumerate(members):
+        if i != which:
+            assert member.token_ids == expected_tokens(prompt, 4, salt=i + 1)
+    assert bench.kv.baseline()
+
+
+@pytest.mark.parametrize("mode", [None, "recompute", "swap"])
+@pytest.mark.parametrize("flight", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+def test_trap_d6_abort_of_a_search_in_every_state(steps, flight, mode):
+    """Waiting, in the prompt, running, parked beside others that wait, preempted, swapped."""
+    bench = Bench(blocks=20, size=4, max_batched_tokens=8, host=20, mode=mode or "recompute")
+    other = bystander(bench)
+    search = bench.add_search("s", 3, list(range(12)), 9)
+    for _ in range(steps):
+        bench.step()
+    first = next(iter(search.beams.values()))
+    if mode is not None and first.status is Status.RUNNING:
+        bench.scheduler.preempt(first)
+        bench.step()
+    plan = bench.plan() if flight else None
+    for beam in list(search.beams.values()):
+        ended(bench, beam)
+        search.forget(beam)
+    bench.searches.remove(search)
+    if plan is not None:
+        bench.commit(plan, bench.worker.run(plan))
+    bench.steps()
+    assert other.token_ids == expected_tokens([9, 9, 9], 6)
+    assert bench.kv.baseline()
+    assert bench.kv.host.num_used == 0
+
+
+def test_trap_d6_abort_of_a_parked_beam_lets_the_others_go_on():
+    bench = Bench(size=4, max_batched_tokens=16, mode="recompute")
+    search = bench.add_search("s", 3, list(range(10)), 6)
+    bench.step()
+    bench.step()
+    first = next(iter(search.beams.values()))
+    bench.scheduler.preempt(first)
+    bench.step()
+    assert first.parked
+    ended(bench, first)
+    search.forget(first)
+    bench.steps()
+    assert len(search.results) == 3
+    assert bench.kv.baseline()
+
+
+def test_trap_d9_cancel_of_a_family_during_its_prefill():
+    bench = Bench(max_batched_tokens=4)
+    members = bench.add_choices("a", 4, list(range(40)), 4)
+    for _ in range(3):
+        bench.step()
+    for member in members:
+        ended(bench, member)
+    assert bench.plan() is None
+    assert bench.kv.baseline()
+    assert not bench.scheduler.has_work
+
+
+def test_a_forked_beam_that_ends_in_flight_keeps_both_ends_of_its_copy():
+    bench = Bench(blocks=8, size=4, prefix_cache=False)
+    search = bench.add_search("s", 2, [1, 2, 3, 4, 5], 4)
+    bench.step()
+    plan = bench.plan()
+    assert len(plan.copies) == 2
+    gone = search.beams["s.1"]
+    ended(bench, gone)
+    search.forget(gone)
+    for copy in plan.copies:
+        assert bench.kv.target.refs(copy.src) > 0
+        assert bench.kv.target.refs(copy.dst) == 1
+    bench.commit(plan, bench.worker.run(plan))
+    bench.steps()
+    assert bench.kv.baseline()

@@ -1,12 +1,12 @@
 """WaitingQueue: order, skip-ahead, ageing."""
 
-from specserve.core.request import Request, Status
+from specserve.core.request import Family, Request, Status
 from specserve.core.sampling import SamplingParams
-from specserve.sched.policy import Verdict, WaitingQueue
+from specserve.sched.policy import MAX_HELD, Verdict, WaitingQueue, running_order
 
 
-def request(name, arrival, priority=0, status=Status.WAITING):
-    return Request(name, [1], SamplingParams(), arrival=arrival, priority=priority, status=status)
+def request(name, arrival, priority=0, status=Status.WAITING, **options):
+    return Request(name, [1], SamplingParams(), arrival=arrival, priority=priority, status=status, **options)
 
 
 def admitted(queue, fits, stop_after=None):
@@ -109,3 +109,72 @@ def test_ageing_is_forgotten_when_a_request_leaves():
     queue.remove(large)
     queue.check()
     assert len(queue) == 0
+
+
+def offered(queue, verdicts):
+    """Names in the order in which they were offered; those that are not named are admitted."""
+    got = []
+
+    def attempt(one):
+        got.append(one.request_id)
+        return verdicts.get(one.request_id, Verdict.ADMITTED)
+
+    queue.admit(attempt)
+    queue.check()
+    return got
+
+
+def test_a_held_request_is_passed_without_ageing_and_fills_no_window():
+    queue = WaitingQueue(window=0, patience=1)
+    for i, name in enumerate(["h0", "h1", "a", "b", "c"]):
+        queue.push(request(name, i))
+    held = {"h0": Verdict.HELD, "h1": Verdict.HELD}
+    assert offered(queue, held) == ["h0", "h1", "a", "b", "c"]
+    queue.push(request("d", 9))
+    assert offered(queue, {"h1": Verdict.BLOCKED}) == ["h0", "h1"], "its patience begins when it is blocked"
+    assert [r.request_id for r in queue] == ["h1", "d"]
+
+
+def test_one_step_looks_at_so_many_held_requests_at_most():
+    queue = WaitingQueue()
+    for i in range(MAX_HELD + 1):
+        queue.push(request(f"h{i}", i))
+    queue.push(request("a", MAX_HELD + 1))
+    assert len(offered(queue, {f"h{i}": Verdict.HELD for i in range(MAX_HELD + 1)})) == MAX_HELD
+
+
+def test_those_that_are_admitted_with_another_leave_the_queue_with_it():
+    queue = WaitingQueue(window=8, patience=1)
+    beams = [request(f"s{i}", 5, index=i) for i in range(3)]
+    for one in (request("large", 0), *beams, request("a", 6)):
+        queue.push(one)
+    got = []
+
+    def attempt(one):
+        got.append(one.request_id)
+        if one.request_id == "large":
+            return Verdict.BLOCKED
+        for beam in beams[1:]:
+            queue.remove(beam)
+        return Verdict.ADMITTED
+
+    queue.admit(attempt)
+    queue.check()
+    assert got == ["large", "s0"], "nobody passes the large one any more"
+    assert [r.request_id for r in queue] == ["large", "a"]
+
+
+def test_members_of_a_family_keep_their_order_and_waiting_beams_ran_before():
+    queue = WaitingQueue()
+    choices, beams = Family(), Family(in_step=True)
+    for one in (
+        request("c1", 1, family=choices, index=1),
+        request("b1", 2, family=beams, index=1),
+        request("b0", 2, family=beams, index=0),
+        request("c0", 1, family=choices, index=0),
+        request("urgent", 3, -1),
+    ):
+        queue.push(one)
+    assert [r.request_id for r in queue] == ["urgent", "b1", "c0", "c1", "b0"]
+    assert sorted(queue, key=running_order)[0].request_id == "urgent"
+    assert [r.request_id for r in sorted(queue, key=running_order)][1:] == ["c0", "c1", "b0", "b1"]

@@ -2,6 +2,7 @@
 
 from specserve.core.request import Status
 from specserve.core.tree import EMPTY_TREE
+from specserve.sched.preempt import together, victim
 from tests.fakes.sched import Bench, draft_for
 from tests.fakes.worker import expected_tokens
 
@@ -159,3 +160,69 @@ def test_a_preempted_request_that_has_outgrown_the_pool_is_reported_and_holds_no
     bench.scheduler.finish("a")
     bench.steps()
     assert bench.kv.baseline()
+
+
+# Families
+
+
+def test_a_choice_gives_way_alone_and_the_others_keep_the_prompt():
+    bench = Bench(size=4, prefix_cache=False)
+    members = bench.add_choices("a", 3, [1, 2, 3, 4, 5], 6)
+    for _ in range(3):
+        bench.step()
+    assert together(members[2]) == [members[2]]
+    bench.scheduler.preempt(members[2])
+    assert [member.status for member in members] == [Status.RUNNING, Status.RUNNING, Status.PREEMPTED]
+    plan = bench.step()
+    assert {e.request_id: e.start for e in plan.requests}["a.2"] == 5, "it forks the prompt again"
+    bench.steps()
+    for i, member in enumerate(members):
+        assert member.token_ids == expected_tokens([1, 2, 3, 4, 5], 6, salt=i + 1)
+
+
+def test_later_beams_give_way_to_an_earlier_request_all_together():
+    bench = Bench(blocks=7, size=4, prefix_cache=False)
+    first = bench.add("a", [1, 2, 3, 4, 5], 20)
+    search = bench.add_search("s", 2, [1, 2, 3], 9)
+    while not bench.scheduler.num_preemptions:
+        assert search.results is None
+        bench.step()
+    assert bench.scheduler.num_preemptions == 2
+    assert {beam.status for beam in search.beams.values()} == {Status.PREEMPTED}
+    bench.steps()
+    assert search.results == search.expected
+    assert first.token_ids == expected_tokens([1, 2, 3, 4, 5], 20)
+
+
+def test_a_later_request_gives_way_to_beams_and_no_beam_to_another():
+    bench = Bench(blocks=10, size=4, prefix_cache=False)
+    search = bench.add_search("s", 3, [1, 2, 3], 9)
+    last = bench.add("b", list(range(13)), 16)
+    beams = []
+    while not bench.scheduler.num_preemptions:
+        assert search.results is None
+        bench.step()
+        beams = list(search.beams.values())
+    assert last.status is Status.PREEMPTED
+    assert all(victim(bench.scheduler.running, beam) is None for beam in beams)
+    assert together(beams[0]) == beams
+    bench.steps()
+    assert search.results == search.expected
+    assert last.token_ids == expected_tokens(list(range(13)), 16)
+
+
+def test_trap_b10_drafts_of_beams_are_dropped_with_their_kv():
+    for salt in range(5):
+        bench = Bench(blocks=7, size=4)
+        first = bench.add("a", [1, 2, 3, 4, 5], 20)
+        search = bench.add_search("s", 2, [1, 2, 3], 9, salt=salt)
+        while bench.scheduler.has_work:
+            for request in bench.scheduler.running:
+                if request.ready_to_draft:
+                    request.draft = draft_for(request, 2, 1, salt=bench.salts[request.request_id])
+            before = bench.scheduler.num_preemptions
+            bench.step()
+            if bench.scheduler.num_preemptions > before:
+                assert all(beam.draft is EMPTY_TREE for beam in search.beams.values())
+        assert search.results == search.expected
+        assert first.token_ids == expected_tokens([1, 2, 3, 4, 5], 20)
