@@ -15,7 +15,6 @@ from collections.abc import Sequence
 FLOOR = 4
 FIRST = 32  # rows of the first chunk, of which nothing is known
 AIM = 0.9  # share of the target that is aimed at; the rest is for noise
-FACTOR = 2.0  # without a target: a step with chunks against one without
 GROWTH = 1.5  # against the largest of the latest chunks: a small one says little of what a large one costs
 UP = 1.5  # weight of a step that was slower than expected: the next chunk sees more context still
 DOWN, DOWN_FAST = 0.125, 0.5  # of one that was faster, and of one that was far faster as was the one before
@@ -31,7 +30,7 @@ class TokenBudget:
     Args:
         max_batched_tokens: rows of a step at most; all of them where nobody decodes.
         target_seconds: what a step with decodes and chunks may take. None keeps it within twice what steps without
-            chunks take, as measured; 0 sets no limit.
+            chunks take, as measured, and beyond as far as more wait than decode; 0 sets no limit.
     """
 
     __slots__ = (
@@ -73,25 +72,30 @@ class TokenBudget:
             return self._row
         return middle(self._alone) if self._alone else None
 
-    def rows(self, num_decoding: int) -> int:
+    def rows(self, num_decoding: int, num_waiting: int = 1) -> int:
         """Rows of chunks that the next step may have, those of all its prompts together.
 
         Never under a small floor (or max_batched_tokens where that is less), so that a prompt always advances.
+
+        Args:
+            num_waiting: requests that have no token yet. Without a target their time counts as much as that of those
+                that decode: where many wait for few, the few are slowed down more.
         """
         if num_decoding <= 0 or self._target == 0:
             return self._most
+        crowd = max(1.0, num_waiting / num_decoding) if self._target is None else 1.0
         base = self._base(num_decoding)
         left = None  # seconds for chunks
         if self._target is not None:
             left = AIM * self._target - (base or 0.0)
         elif base is not None:
-            left = (AIM * FACTOR - 1.0) * base
+            left = (AIM * (1.0 + crowd) - 1.0) * base
         if self._row is not None and left is not None:
-            rows = min(left / self._row, GROWTH * max(self._largest, FLOOR))
+            rows = min(left / self._row, crowd * GROWTH * max(self._largest, FLOOR))
         elif self._alone and left is not None:
-            rows = min(left / middle(self._alone), FIRST)
+            rows = min(left / middle(self._alone), crowd * FIRST)
         else:
-            rows = float(FIRST)
+            rows = crowd * FIRST
         if self._target is None and self._since % 4 == 3 and not self._fresh(num_decoding):
             # Another size, so that the part of a step that is not the chunk's can be told apart.
             rows = rows / 2 if rows >= 2 * FLOOR else 2 * FLOOR

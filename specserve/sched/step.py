@@ -27,7 +27,6 @@ class Step:
     """
 
     __slots__ = (
-        "_admission",
         "_budget",
         "_limits",
         "_preempted",
@@ -65,7 +64,7 @@ class Step:
     def decide(self) -> None:
         self._secure_running()
         self._extend_drafts()
-        self.allowance = self._budget.rows(self.num_decoding)
+        self.allowance = self._budget.rows(self.num_decoding, len(self._prefills) + len(self._roster.waiting))
         self._extend_chunks(self._prefills)
         waiting = self._roster.waiting
         if not self._preempted and len(waiting):

@@ -321,3 +321,21 @@ def test_intercept() -> None:
     assert intercept([(20, 0.03)] * 9) is None
     assert intercept([]) is None
     assert intercept([(rows, 0.02) for rows in (10, 20, 10, 20, 10, 20)]) == pytest.approx(0.02)
+
+
+def test_few_are_slowed_down_for_many_that_wait() -> None:
+    machine = Machine()
+    budget = TokenBudget(MOST, None)
+    decode(budget, machine, 20, 4)
+    alone = machine.exact(4)
+    for _ in range(20):
+        budget.observe(4, rows := budget.rows(4), machine.exact(4, rows))
+    assert budget.rows(4) == budget.rows(4, 4)
+    assert alone < machine.exact(4, budget.rows(4, 4)) < 2 * alone
+    assert 3 * alone < machine.exact(4, budget.rows(4, 12)) < 4 * alone
+
+
+def test_with_a_target_nobody_is_slowed_down_beyond_it() -> None:
+    budget = TokenBudget(MOST, 0.05)
+    decode(budget, Machine(), 20, 4)
+    assert budget.rows(4, 100) == budget.rows(4)
