@@ -359,9 +359,13 @@ def test_all_hypotheses_come_whole_at_the_end():
 
 
 def test_a_search_keeps_room_for_its_beams():
+    alone = make_rig(PEAKED)
+    alone.run(beams(**LONG))
     rig = make_rig(PEAKED, max_running=4)
     events = rig.run(beams(**LONG), *(command(n, f"hi{n}", max_tokens=9) for n in "bcd"))
     same(found(events["a"]), expected(PEAKED, **LONG))
+    steps = [plan for plan in rig.executor.plans if any(name[0] == "a" for name in shape(plan))]
+    assert len(steps) == len(alone.executor.plans), "no beam waits for another request"
     assert max(len(plan.requests) for plan in rig.executor.plans) == 4
     assert all(answer(events[n]).reason == "length" for n in "bcd")
 

@@ -199,14 +199,14 @@ def test_a_fork_shares_no_held_text(first):
     assert judge.judge([*words("hello", "ST")]).release.text == "hello"
     forks = {"fork": judge.fork(), "judge": judge}
     one, other = forks.pop(first), forks.popitem()[1]
-    verdict = one.judge(words("OP"))
-    assert (verdict.release.text, verdict.release.token_ids, verdict.finish_reason) == ("", (), "stop")
-    verdict = other.judge(V.split("x"))
+    verdict = one.judge(V.split("x"))
     assert (verdict.release.text, verdict.release.token_ids) == ("STx", (*words("ST"), *V.split("x")))
-    assert other.judge([half]).release.text == ""
-    copy = other.fork()
+    verdict = other.judge(words("OP"))
+    assert (verdict.release.text, verdict.release.token_ids, verdict.finish_reason) == ("", (), "stop")
+    assert one.judge([half]).release.text == ""
+    copy = one.fork()
     assert copy.judge(V.split("y")).release.text == "\ufffdy"
-    assert other.judge([V.id(EMOJI[2:5]), V.id(EMOJI[5:])]).release.text == EMOJI.decode()
+    assert one.judge([V.id(EMOJI[2:5]), V.id(EMOJI[5:])]).release.text == EMOJI.decode()
 
 
 def test_a_fork_has_a_grammar_state_of_its_own():
