@@ -15,7 +15,7 @@ class Rows(TokenBudget):
         super().__init__(512, 0)
         self._rows = rows
 
-    def rows(self, num_decoding):
+    def rows(self, num_decoding, num_waiting=1):
         return self._rows if num_decoding else 512
 
 

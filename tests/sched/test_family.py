@@ -40,33 +40,23 @@ def test_choices_wait_for_the_first_and_share_its_prompt_with_and_without_prefix
     assert bench.kv.baseline()
 
 
-@pytest.mark.parametrize("blocks", [2, 3])
-def test_a_fork_in_the_middle_of_a_block_needs_one_free_block(blocks):
-    bench = Bench(blocks=blocks, size=4, prefix_cache=False)
-    members = bench.add_choices("a", 2, [1, 2, 3, 4, 5], 3)
-    bench.step()
-    assert bench.kv.target.num_free == blocks - 2
-    plan = bench.step()
-    assert ("a.1" in entries(plan)) == (blocks == 3)
-    bench.steps()
-    with_own_tokens(members, [1, 2, 3, 4, 5], 3)
-    assert bench.scheduler.num_preemptions == 0
-
-
+@pytest.mark.parametrize(("prompt", "copies"), [([1, 2, 3, 4, 5], 1), ([1, 2, 3, 4, 5, 6], 0)])
 @pytest.mark.parametrize("free", [0, 1])
-def test_a_fork_at_the_edge_of_a_block_copies_nothing_and_needs_its_next_block(free):
-    prompt = [1, 2, 3, 4, 5]  # four of them are forked
-    bench = Bench(blocks=8, size=2, prefix_cache=False)
+def test_a_fork_needs_one_free_block_in_the_middle_of_a_block_and_at_its_edge(prompt, copies, free):
+    """All but the last token are forked."""
+    size = 3 if copies else 5
+    bench = Bench(blocks=8, size=size, prefix_cache=False)
     members = bench.add_choices("a", 2, prompt, 2)
     bench.step()
     hog = bench.kv.open([1], "")
-    bench.kv.reserve(hog, (bench.kv.target.num_free - free) * 2)
+    bench.kv.reserve(hog, (bench.kv.target.num_free - free) * size)
     plan = bench.step()
     assert ("a.1" in entries(plan)) == (free == 1)
-    assert plan.copies == ()
+    assert len(plan.copies) == copies * free
     bench.kv.release(hog)
     bench.steps()
     with_own_tokens(members, prompt, 2)
+    assert bench.scheduler.num_preemptions == 0
     assert bench.kv.baseline()
 
 
@@ -374,3 +364,57 @@ def test_two_searches_that_wait_for_each_others_blocks_do_not_stall():
     assert first.results == first.expected
     assert second.results == second.expected
     assert bench.scheduler.stalled_steps == 0
+
+
+def partly_waiting(width, **options):
+    """A search whose first beam is parked, the others of which wait."""
+    bench = Bench(size=4, prefix_cache=False, mode="recompute", max_batched_tokens=16, **options)
+    search = bench.add_search("s", width, list(range(14)), 6)
+    bench.step()
+    bench.step()
+    first, *others = search.beams.values()
+    bench.scheduler.preempt(first)
+    bench.step()
+    assert first.parked
+    assert {beam.status for beam in others} == {Status.PREEMPTED}
+    return bench, search, first, others
+
+
+def test_places_of_a_beam_that_ends_go_to_one_that_does_what_it_did():
+    bench, search, first, (second, third) = partly_waiting(3, max_running=3)
+    bench.scheduler.finish(third.request_id)
+    search.forget(third)
+    bench.scheduler.check()
+    assert (first.places, second.places) == (1, 2)
+    bench.steps()
+    assert len(search.results) == 3
+
+
+def test_a_parked_beam_leaves_its_row_to_others():
+    bench, search, first, _ = partly_waiting(2)
+    bench.add("b", list(range(40)), 2)
+    plan = bench.plan()
+    assert first.request_id not in entries(plan)
+    assert plan.num_rows == 16
+    bench.commit(plan, bench.worker.run(plan))
+    bench.steps()
+    assert search.results == search.expected
+
+
+def test_trap_d3_small_requests_pass_a_search_only_so_often():
+    bench = Bench(blocks=10, size=4, prefix_cache=False, skip_patience=3)
+    running = bench.add("a", list(range(12)), 12)
+    bench.step()
+    search = bench.add_search("s", 3, [1, 2, 3, 4, 5, 6], 6)  # needs more than is left
+    passed = []
+    for i in range(12):
+        bench.add(f"b{i}", [i], 2)
+        plan = bench.step()
+        passed += [new.request_id for new in plan.added]
+        if any(name.startswith("s.") for name in passed):
+            break
+    before = [name for name in passed if name.startswith("b")]
+    assert 1 <= len(before) <= 3
+    bench.steps()
+    assert search.results == search.expected
+    assert running.num_output_tokens == 12

@@ -246,6 +246,9 @@ def half_parked(**options):
     bench.preemption.mode = "swap"
     bench.scheduler.preempt(first)
     assert first.status is Status.SWAPPED
+    hog = hog_all_but(bench, 0)
+    assert bench.step().swap_out
+    bench.kv.release(hog)
     return bench, search, first, second
 
 
@@ -254,6 +257,7 @@ def test_a_plan_with_moves_alone_is_a_plan():
     hog = hog_all_but(bench, bench.kv.target.blocks_for(first.num_tokens + 1))
     plan = bench.plan()
     assert plan.requests == ()
+    assert plan.swap_out == ()
     assert plan.swap_in
     assert [new.request_id for new in plan.added] == [first.request_id]
     bench.commit(plan, bench.worker.run(plan))
@@ -262,6 +266,23 @@ def test_a_plan_with_moves_alone_is_a_plan():
     bench.kv.release(hog)
     bench.steps()
     assert search.results == search.expected
+    assert bench.kv.baseline()
+
+
+def test_a_parked_beam_that_comes_back_in_vain_gives_way_in_the_same_step():
+    bench, search, first, second = half_parked()
+    free = bench.kv.target.blocks_for(first.num_tokens + 1)
+    large = bench.add("large", list(range(4 * free)), 2, priority=-1)
+    hog = hog_all_but(bench, free)
+    plan = bench.plan()
+    assert plan.requests == plan.added == ()
+    assert plan.swap_in, "what was decided first is run, and nobody has it"
+    assert [beam.status for beam in (first, second, large)] == [Status.PREEMPTED, Status.PREEMPTED, Status.WAITING]
+    bench.commit(plan, bench.worker.run(plan))
+    bench.kv.release(hog)
+    bench.steps()
+    assert search.results == search.expected
+    assert large.num_output_tokens == 2
     assert bench.kv.baseline()
 
 
