@@ -81,7 +81,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule()` may find something to do; requests whose grammar is being compiled do not count."""
-        return bool(self._roster.running) or self._roster.waiting.has_ready
+        roster = self._roster
+        return bool(roster.running or roster.swap_out) or roster.waiting.has_ready
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
