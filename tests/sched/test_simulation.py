@@ -32,6 +32,5 @@ def test_loads_that_found_faults(seed):
 @pytest.mark.slow
 def test_trap_d7_no_block_drifts_over_2000_requests():
     counts = run(range(1000, 1010), 300)
-    assert counts["abort swapped"] > 0
-    assert counts["abort running parked"] > 0
-    assert counts["exhausted"] > 0
+    for kind in ("abort swapped", "abort preempted", "exhausted", *KINDS):
+        assert counts[kind] > 0, f"{kind}: never happened"
