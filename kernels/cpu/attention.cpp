@@ -2,26 +2,10 @@
 //
 // Keys are taken in tiles of 64 counted from position 0, whatever the cache's block size: the order of every sum is
 // fixed by the row's own position, so a row's bits do not depend on the batch, the chunk, the layout or the block size.
-#include <cmath>
-
+#include "attention.h"
 #include "pool.h"
-#include "vec.h"
 
 namespace specserve {
-
-constexpr int64_t TILE = 64;
-constexpr int MAX_VECTORS = 16;  // head_dim up to 256
-
-struct AttentionArgs {
-    int64_t rows, q_heads, kv_heads, dim, block_size;
-    int64_t q_stride, table_stride;  // elements between rows
-    const int32_t* tables;           // [sequences, table_stride]
-    const int32_t* row_sequence;     // [rows]
-    const int64_t* positions;        // [rows]
-    float scale;
-    int64_t window;  // positions a row sees, itself included; 0 for all
-    int threads;
-};
 
 // Row j of the result is the sum of v[j]'s 16 lanes: four rounds of pairwise sums, the same tree for every j.
 inline vfloat sum_each(const vfloat* v) {
@@ -53,32 +37,6 @@ struct State {
     vfloat out[H][MAX_VECTORS];
     float p[H][TILE];
     float top[H], total[H];
-};
-
-// Lines of `vectors` vectors from p. The hardware does not see the pattern: one head's part of each token's line-up.
-template <typename T>
-inline void prefetch(const T* p, int vectors) {
-    for (int i = 0; i < vectors; i += 64 / (int)(W * sizeof(T))) __builtin_prefetch(p + i * W);
-}
-
-// Where keys [from, to) of one tile and their values are. Others point at the first, so that prefetching is harmless.
-template <typename T>
-struct Tile {
-    const T* keys[TILE];
-    const T* values[TILE];
-
-    void find(const T* key_cache, const T* value_cache, const int32_t* table, int64_t tile, int64_t from, int64_t to,
-              int64_t kv_head, const AttentionArgs& a) {
-        int64_t block = (tile + from) / a.block_size, in_block = (tile + from) % a.block_size;
-        for (int64_t j = from; j < to; j++) {
-            int64_t token = table[block] * a.block_size + in_block;
-            int64_t offset = (token * a.kv_heads + kv_head) * a.dim;
-            keys[j] = key_cache + offset, values[j] = value_cache + offset;
-            if (++in_block == a.block_size) block++, in_block = 0;
-        }
-        for (int64_t j = 0; j < TILE; j++)
-            if (j < from || j >= to) keys[j] = key_cache, values[j] = value_cache;
-    }
 };
 
 // Scores of keys [from, to) of one tile into s.p; others are -inf.
@@ -220,20 +178,25 @@ void attention(const T* q, const T* k, const T* v, T* out, const AttentionArgs& 
     });
 }
 
+void attention_bf16(const bf16* q, const bf16* k, const bf16* v, bf16* out, const AttentionArgs& a) {
+    if (attention_on_tiles(q, k, v, out, a)) return;
+    attention(q, k, v, out, a);
+}
+
 }  // namespace specserve
 
 using namespace specserve;
 
 extern "C" {
-#define ATTENTION(NAME, T)                                                                                           \
+#define ATTENTION(NAME, T, RUN)                                                                                      \
     void NAME(const T* q, const T* key_cache, const T* value_cache, T* out, const int32_t* tables,                   \
               const int32_t* row_sequence, const int64_t* positions, int64_t rows, int64_t q_stride,                 \
               int64_t table_stride, int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t block_size, float scale, \
               int64_t window, int threads) {                                                                         \
-        attention(q, key_cache, value_cache, out,                                                                    \
-                  AttentionArgs{rows, q_heads, kv_heads, dim, block_size, q_stride, table_stride, tables,            \
-                                row_sequence, positions, scale, window, threads});                                   \
+        RUN(q, key_cache, value_cache, out,                                                                          \
+            AttentionArgs{rows, q_heads, kv_heads, dim, block_size, q_stride, table_stride, tables, row_sequence,    \
+                          positions, scale, window, threads});                                                       \
     }
-ATTENTION(ss_attention_f32, float)
-ATTENTION(ss_attention_bf16, bf16)
+ATTENTION(ss_attention_f32, float, attention)
+ATTENTION(ss_attention_bf16, bf16, attention_bf16)
 }

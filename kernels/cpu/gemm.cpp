@@ -4,11 +4,8 @@
 // bfloat16 runs on AMX tiles where the compiler has them (16 x 16 outputs, 32 of k at a time, float32 sums), everything
 // else on vectors.
 #include "pool.h"
+#include "tiles.h"
 #include "vec.h"
-#ifdef __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace specserve {
 
@@ -99,24 +96,14 @@ void gemm_vector(const T* x, const T* packed, const T* bias, O* out, const GemmA
 
 constexpr int64_t STEP = 32, TILE_ELEMENTS = 512;
 
-// The kernel hands tile registers only to processes that asked (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA).
-bool have_tiles() {
-    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return granted;
+// Tiles 0..3 are sums, 4 and 5 are rows of x (upper and lower half), 6 and 7 are weights.
+TileConfig config_of(int64_t upper, int64_t lower) {
+    TileConfig config;
+    uint8_t u = (uint8_t)upper, l = (uint8_t)(lower ? lower : 1);
+    config.rows[0] = config.rows[1] = config.rows[4] = u;
+    config.rows[2] = config.rows[3] = config.rows[5] = l;
+    return config;
 }
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
-    // Tiles 0..3 are sums, 4 and 5 are rows of x (upper and lower half), 6 and 7 are weights.
-    TileConfig(int64_t upper, int64_t lower) {
-        uint8_t u = (uint8_t)upper, l = (uint8_t)(lower ? lower : 1);
-        rows[0] = rows[1] = rows[4] = u;
-        rows[2] = rows[3] = rows[5] = l;
-        rows[6] = rows[7] = 16;
-    }
-};
 
 // Packed as [block][k / 32][2 tiles][16 pairs of k][16 outputs][2].
 void pack_tiles(const bf16* weight, bf16* packed, int64_t n, int64_t k) {
@@ -160,7 +147,7 @@ template <typename O>
 void gemm_tiles(const bf16* x, const bf16* packed, const bf16* bias, O* out, const GemmArgs& a) {
     if (a.rows == 0) return;  // tiles of no rows are a fault
     int64_t k = a.in_features, tail = a.rows % 32, whole = a.rows - tail;
-    const TileConfig full(16, 16), rest(tail > 16 ? 16 : tail, tail > 16 ? tail - 16 : 0);
+    const TileConfig full, rest = config_of(tail > 16 ? 16 : tail, tail > 16 ? tail - 16 : 0);
     Claims claims(a.blocks(), a.chunk());
     run_shared(a.threads, [&] {
         alignas(64) float sums[32 * COLUMNS];

@@ -44,6 +44,8 @@ inline vfloat load(const bf16* p) {
 
 inline void store(float* p, vfloat v) { std::memcpy(p, &v, sizeof v); }
 
+inline void store(uint32_t* p, vuint v) { std::memcpy(p, &v, sizeof v); }
+
 // Round to nearest, ties to even, as torch does; NaN stays NaN.
 inline void store(bf16* p, vfloat v) {
     vuint u = (vuint)v;
