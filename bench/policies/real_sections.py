@@ -10,7 +10,7 @@ from functools import partial
 from bench.policies import paper
 from bench.policies.outcome import PARTS
 from bench.policies.real import Gate, fitted_machine, open_engine
-from bench.policies.real_sharing import KINDS, NotShared, measured_saving
+from bench.policies.real_sharing import KINDS, NotShared, beam_overhead, measured_saving
 from bench.policies.report import Report
 from bench.policies.sections import FALLING, WIDTHS
 from bench.policies.simulator import POLICIES, simulate
@@ -19,11 +19,13 @@ from bench.policies.workload import ALPACA, SHAREGPT, backlog
 DIVISOR = 8  # lengths, context and budget against the paper's, so that a run takes seconds
 FIT_RUNS = 6
 SHARING_JOBS = 6
+BEAMS, BEAM_TOKENS = 4, 48
+PROMPTS = (16, 64, 256, 1024)  # what the beams share grows
 
 
 def real_steps(repeats: int) -> int:
     """How often `real_policies` and `real_sharing` call `tick` when nothing is skipped."""
-    return FIT_RUNS + repeats * len(POLICIES) + len(KINDS) * len(WIDTHS) * SHARING_JOBS
+    return FIT_RUNS + repeats * len(POLICIES) + len(KINDS) * len(WIDTHS) * SHARING_JOBS + len(PROMPTS)
 
 
 def real_policies(report: Report, requests: int, repeats: int, seed: int, tick: Callable[[str], None]) -> None:
@@ -80,5 +82,12 @@ def real_sharing(report: Report, seed: int, tick: Callable[[str], None]) -> None
                     break
                 known = paper.SAVED["Alpaca"][kind][width]
                 report.add(f"demo model, Alpaca lengths, memory saved, {kind} of {width}", 100 * saved, "%", known)
+        extra = {}
+        for prompt in PROMPTS:
+            tick(f"demo model, beam search of {BEAMS} after {prompt} tokens")
+            extra[f"{prompt} prompt tokens"] = 100 * beam_overhead(llm, BEAMS, prompt, BEAM_TOKENS)
+        for name, value in extra.items():
+            report.add(f"demo model, beam search of {BEAMS}, extra KV over greedy, {name}", value, "%")
+        report.ordering(f"demo model, extra KV of {BEAMS} beams over greedy", extra, list(extra))
     finally:
         llm.close()

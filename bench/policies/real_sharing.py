@@ -58,6 +58,14 @@ def unshared_blocks(job: Job, width: int) -> float:
     return width * sum(-(-n // BLOCK_SIZE) for n in lengths) / len(lengths)
 
 
+def beam_overhead(llm: LLM, width: int, prompt: int, output: int) -> float:
+    """KV that a beam search holds beyond what greedy decoding of the same request does, as a share of the latter."""
+    job = Job(0.0, prompt, output)
+    with Watch(llm) as watch:
+        llm.generate([prompt_ids(job, prompt)], _params("beam search", width, output))
+    return watch.mean / unshared_blocks(job, 1) - 1
+
+
 def measured_saving(llm: LLM, kind: str, width: int, jobs: Sequence[Job], tick: Callable[[], None]) -> float:
     """Memory saved over requests that run one at a time: 1 - blocks held / blocks without sharing, by time.
 
