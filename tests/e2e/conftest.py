@@ -24,7 +24,7 @@ class Engines:
         if llm is None:
             while len(self._open) >= _MAX_ENGINES:
                 self._open.pop(next(iter(self._open))).close()
-            llm = LLM(model, **{"kv_memory": "1GiB", **options})
+            llm = LLM(model, **{"kv_memory": "256MiB", **options})
         self._open[key] = llm
         return llm
 
