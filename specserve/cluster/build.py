@@ -75,7 +75,7 @@ def assemble(
     split = _split(config, target.info, draft.info if draft is not None else None)
     logger.info(split.describe())
     if progress is not None:
-        progress(config.kv_memory, config.kv_memory, split.describe())
+        progress(0, 0, split.describe())
     kv = _manager(config, split)
     executor = LocalExecutor(
         _runner(target.model, split, "target"),

@@ -18,12 +18,12 @@ PREEMPTION = ("auto", "swap", "recompute")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def parse_bytes(value: str | int, name: str = "kv_memory") -> int:
+def parse_bytes(value: str | int, name: str = "kv_memory", least: int = 1) -> int:
     """Bytes of "2GiB", "512 MB" or a number."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
-    if found is None or found[2].lower() not in _UNITS or float(found[1]) <= 0:
+    if found is None or found[2].lower() not in _UNITS or float(found[1]) < least:
         raise ConfigError(f'{name}: {value!r} is not a size; write it as "2GiB" or as a number of bytes', param=name)
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
@@ -168,8 +168,7 @@ class EngineConfig:
 
     def _check_policies(self) -> None:
         _one_of("preemption", self.preemption, PREEMPTION)
-        if self.swap_memory != 0 or isinstance(self.swap_memory, (bool, float)):
-            object.__setattr__(self, "swap_memory", parse_bytes(self.swap_memory, "swap_memory"))
+        object.__setattr__(self, "swap_memory", parse_bytes(self.swap_memory, "swap_memory", least=0))
         if self.preemption == "swap" and self.swap_memory == 0:
             raise ConfigError('swap_memory: preemption "swap" needs host memory; give some', param="swap_memory")
         target = self.target_itl_ms

@@ -181,6 +181,9 @@ class SamplingParams:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise _fail("early_stopping", 'must be true, false or "never"')
         if self.beam_width is None:
+            for name, value in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != value:
+                    raise _fail(name, "is an option of beam search: give beam_width with it, or leave it out")
             return
         _integer("beam_width", self.beam_width, 1, MAX_BEAMS)
         if self.best_of is not None:
@@ -189,6 +192,9 @@ class SamplingParams:
             raise _fail("n", f"is {self.n}, more than beam_width ({self.beam_width})")
         if self.temperature != 0.0:
             raise _fail("temperature", "must be 0 with beam_width: beam search looks for the most likely answer")
+        for name, value in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(self, name) != value:
+                raise _fail(name, "has no effect with beam_width, which draws nothing: leave it out")
 
     def _check_lists(self) -> None:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop

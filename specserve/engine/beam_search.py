@@ -96,8 +96,18 @@ class Finished(Generic[T]):
     def full(self) -> bool:
         return len(self._kept) == self._width
 
-    def add(self, total: float, length: int, item: T) -> None:
-        """A hypothesis of `length` tokens has ended. All that end in one step compete, with early stopping too."""
+    def add(self, total: float, length: int, item: T, same: Callable[[T], bool] | None = None) -> None:
+        """A hypothesis of `length` tokens has ended. All that end in one step compete, with early stopping too.
+
+        Args:
+            same: whether a kept one is the same answer, of which the better is kept; None where none can be.
+        """
+        if same is not None:
+            found = next((i for i, (_, _, kept) in enumerate(self._kept) if same(kept)), None)
+            if found is not None:
+                if -self._kept[found][0] >= self.score(total, length):
+                    return
+                del self._kept[found]
         self._count += 1
         insort(self._kept, (-self.score(total, length), self._count, item))
         del self._kept[self._width :]

@@ -67,6 +67,12 @@ class _Hypothesis:
     reason: str
     num_tokens: int
 
+    @property
+    def shown(self) -> tuple[tuple[int, ...], str]:
+        """Token ids and text, without what a stop text cut off."""
+        parts = self.trace.releases()
+        return tuple(token for part in parts for token in part.token_ids), "".join(part.text for part in parts)
+
 
 @dataclass(frozen=True, slots=True)
 class _Child:
@@ -143,14 +149,10 @@ class BeamGroup:
         return list(self._finished)[: self._params.n]
 
     def _delta(self, index: int, hypothesis: _Hypothesis) -> DeltaEvent:
-        parts = hypothesis.trace.releases()
-        release = Release(
-            tuple(token for part in parts for token in part.token_ids),
-            "".join(part.text for part in parts),
-            tuple(entry for part in parts for entry in part.logprobs),
-        )
-        logprobs = position_logprobs(release, self._token_bytes)
-        return DeltaEvent(self.request_id, release.token_ids, release.text, logprobs, index=index)
+        logprobs = tuple(entry for part in hypothesis.trace.releases() for entry in part.logprobs)
+        release = Release(*hypothesis.shown, logprobs)
+        told = position_logprobs(release, self._token_bytes)
+        return DeltaEvent(self.request_id, release.token_ids, release.text, told, index=index)
 
     def _end(self, reason: str) -> FinishedEvent:
         return FinishedEvent(self.request_id, reason, self.usage(), self._first.request.seed, self._numerics)
@@ -206,7 +208,10 @@ class BeamGroup:
         length = judges[0].num_tokens + 1
         for chosen, reason in outcome.ended:
             child = self._child(beams[chosen.beam], chosen, level)
-            self._finished.add(chosen.total, length, _Hypothesis(child.trace, reason, length))
+            ended = _Hypothesis(child.trace, reason, length)
+            # What differs behind a stop text only is one answer.
+            same = (lambda kept, shown=ended.shown: kept.shown == shown) if self._params.stops else None
+            self._finished.add(chosen.total, length, ended, same)
         if not (outcome.running or len(self._finished)):
             raise InvalidRequestError("no token is left that the request's restrictions allow", code="no_legal_token")
         self._finished.advance(outcome.running[0].total if outcome.running else None, length)

@@ -70,17 +70,20 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
 
 
-def resolve_params(command: GenerateCommand, max_model_len: int, max_positions: int, seed: int) -> SamplingParams:
+def resolve_params(command: GenerateCommand, max_model_len: int, room_in_pool: int, seed: int) -> SamplingParams:
     """The parameters with `seed` filled in and max_tokens set to what the context leaves at most.
 
     max_tokens None is also held to what the KV pool can hold; a number that the pool can never hold is refused by the
     scheduler instead.
+
+    Args:
+        room_in_pool: tokens of the answer that the pool can hold when the request has it alone.
     """
     params = command.params
     prompt = len(command.prompt_token_ids)
     room = max_model_len - prompt
     if params.max_tokens is None:
-        budget = min(room, max_positions - prompt) if max_positions > prompt else room
+        budget = min(room, room_in_pool) if room_in_pool > 0 else room
     else:
         budget = min(params.max_tokens, room)
     if (params.max_tokens, params.seed) == (budget, seed):

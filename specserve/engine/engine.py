@@ -157,7 +157,7 @@ class Engine:
     # Requests in and out.
 
     def _accept(self, command: GenerateCommand) -> None:
-        taken = take_in(command, self.limits, self.vocabulary, self.kv.max_positions, self._arrivals)
+        taken = take_in(command, self.limits, self.vocabulary, self.kv, self._arrivals)
         first = taken.first
         guided = first.request.params.guided
         if guided is not None and self._compiling is None:

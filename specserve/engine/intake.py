@@ -15,6 +15,8 @@ from specserve.engine.choices import ChoiceGroup
 from specserve.engine.group import Group, member_id
 from specserve.engine.judge import Judge
 from specserve.engine.live import LiveRequest
+from specserve.kv.manager import KVManager
+from specserve.sched.family import beam_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,9 @@ class Intake:
 
 
 def take_in(
-    command: GenerateCommand, limits: EngineLimits, vocabulary: Vocabulary, max_positions: int, arrival: int
+    command: GenerateCommand, limits: EngineLimits, vocabulary: Vocabulary, kv: KVManager, arrival: int
 ) -> Intake:
     """Check a command and make its requests.
-
-    Args:
-        max_positions: what the KV pool can hold.
 
     Raises:
         InvalidRequestError, ContextLengthError: what is wrong with it.
@@ -49,7 +48,9 @@ def take_in(
     check_prompt(command, size, limits.max_model_len)
     check_params(command.params, size)
     seed = secrets.randbits(64) if command.params.seed is None else command.params.seed
-    params = resolve_params(command, limits.max_model_len, max_positions, seed)
+    beams, prompt = max(command.params.beams, 1), len(command.prompt_token_ids)
+    room = kv.max_positions - prompt if beams == 1 else beam_room(prompt, beams, kv.target.num_blocks, kv.block_size)
+    params = resolve_params(command, limits.max_model_len, room, seed)
     maker = _Maker(command, vocabulary, arrival)
     if params.num_sequences == 1:
         return Intake((maker.live(command.request_id, params, None, 0),))

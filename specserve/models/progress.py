@@ -12,7 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 class ConsoleProgress:
     """A `progress(done, total, what)` callback that draws one bar for each `what` on stderr.
 
-    Used as a context manager. Where stderr is no terminal it prints one line as each `what` begins.
+    Used as a context manager. Where stderr is no terminal it prints one line as each `what` begins. A total of 0 is
+    for what is only told.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -39,5 +40,6 @@ class ConsoleProgress:
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total)
             if not self._console.is_terminal:
-                self._console.print(f"{what} ({total / 1e6:.0f} MB)", highlight=False)
+                size = f" ({total / 1e6:.0f} MB)" if total else ""
+                self._console.print(what + size, highlight=False)
         self._bars.update(self._tasks[what], completed=done, total=total)

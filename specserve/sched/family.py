@@ -70,3 +70,9 @@ def beam_blocks(num_prompt_tokens: int, max_tokens: int, beams: int, block_size:
     """
     prompt = num_prompt_tokens // block_size
     return prompt + beams * (-(-(num_prompt_tokens + max_tokens) // block_size) - prompt) + 1
+
+
+def beam_room(num_prompt_tokens: int, beams: int, num_blocks: int, block_size: int) -> int:
+    """Longest answer of which `beam_blocks` is no more than `num_blocks`; may be 0 or less."""
+    prompt = num_prompt_tokens // block_size
+    return ((num_blocks - 1 - prompt) // beams + prompt) * block_size - num_prompt_tokens

@@ -59,12 +59,17 @@ def check_new(request: Request, kv: KVManager, limits: SchedulerLimits) -> None:
     needed = request.num_tokens + (1 if max_tokens is None else max_tokens)
     if kv.can_ever_fit(needed):
         return
-    more = "1 generated token" if max_tokens is None else f"max_tokens {max_tokens}"
+    pool = f"the pool has {kv.max_positions} ({kv.target.num_blocks} blocks of {kv.block_size})"
+    if not kv.can_ever_fit(request.num_tokens + 1):
+        raise CapacityError(
+            f"prompt: {request.num_tokens} tokens and 1 of the answer need {request.num_tokens + 1} KV positions; "
+            f"{pool}: shorten the prompt or raise kv_memory",
+            param="prompt",
+        )
     raise CapacityError(
-        f"prompt of {request.num_tokens} tokens and {more} need {needed} KV positions; the pool has "
-        f"{kv.max_positions} ({kv.target.num_blocks} blocks of {kv.block_size}): shorten the prompt, lower "
-        "max_tokens or raise kv_memory",
-        param="max_tokens" if kv.can_ever_fit(request.num_tokens + 1) else "prompt",
+        f"max_tokens: a prompt of {request.num_tokens} tokens and {max_tokens} of the answer need {needed} KV "
+        f"positions; {pool}: shorten the prompt, ask for less or raise kv_memory",
+        param="max_tokens",
     )
 
 
@@ -80,8 +85,8 @@ def _check_beams(request: Request, kv: KVManager, limits: SchedulerLimits) -> No
     needed = beam_blocks(request.num_tokens, max_tokens, beams, kv.block_size)
     if needed > kv.target.num_blocks:
         raise CapacityError(
-            f"beam_width: {beams} beams of {request.num_tokens} prompt tokens and max_tokens {max_tokens} need up to "
-            f"{needed} KV blocks; the pool has {kv.target.num_blocks}: lower beam_width or max_tokens, or raise "
-            "kv_memory",
+            f"beam_width: {beams} beams of {request.num_tokens} prompt tokens and {max_tokens} of the answer need up "
+            f"to {needed} KV blocks; the pool has {kv.target.num_blocks}: use fewer beams, ask for a shorter answer or "
+            "raise kv_memory",
             param="beam_width",
         )

@@ -16,12 +16,12 @@ from specserve.core.messages import (
 )
 from specserve.server.choices import Choice, Choices
 from specserve.server.codec import dumps
-from specserve.server.events import error_object, logprob_objects, speculation_usage
+from specserve.server.events import logprob_objects, speculation_usage
 from specserve.server.fields import flag, mapping, metadata, only, refuse, text, whole, wrong
 from specserve.server.limits import MAX_METADATA, Limits
 from specserve.server.prompt import Prompt, chat_prompt, token_ids
 from specserve.server.request import CreateRequest, check_model
-from specserve.server.sampling import DIRECT, guided, renamed, sampling_params
+from specserve.server.sampling import DIRECT, failure_object, guided, sampling_params
 
 IGNORED = ("user", "safety_identifier", "prompt_cache_key", "store", "parallel_tool_calls")
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -86,7 +86,7 @@ def _request(
     for name in ("user", "safety_identifier", "prompt_cache_key"):
         text(values, name)
     guide = guided(values, "response_format", "json_schema", mapping(values, "response_format"))
-    names = {"max_tokens": limit, "logprobs": top, **guide.names}
+    names = {"prompt": prompt.field, "max_tokens": limit, "logprobs": top, **guide.names}
     own: dict[str, Any] = {"max_tokens": values.get(limit), "logprobs": logprobs}
     if guide.value is not None:
         own["guided"] = guide.value
@@ -129,8 +129,7 @@ class ChatView:
             last = [] if self._several else [*self._begin(0), *self._finish(0, event)]
             return [*last, *self._usage_chunk()]
         if isinstance(event, FailedEvent):
-            param = renamed(event.param, self._request.names)
-            return [_data({"error": error_object(event.code, event.message, param, event.status)})]
+            return [_data({"error": failure_object(event, self._request.names)})]
         return []
 
     def heartbeat(self) -> list[bytes]:

@@ -12,9 +12,8 @@ from starlette.types import Receive, Scope, Send
 from specserve.core.errors import SpecserveError
 from specserve.core.messages import Event, FailedEvent, FinishedEvent, GenerateCommand, QueuedEvent
 from specserve.server.codec import dumps
-from specserve.server.events import error_object
 from specserve.server.request import CreateRequest
-from specserve.server.sampling import renamed
+from specserve.server.sampling import failure_object
 from specserve.server.state import ServerState, internal
 
 
@@ -98,8 +97,7 @@ class GenerationResponse:
         await asyncio.wait_for(send(message), self._state.limits.slow_client_seconds)
 
     async def _fail(self, send: Send, event: FailedEvent) -> None:
-        param = renamed(event.param, self._request.names)
-        await _json(send, event.status, {"error": error_object(event.code, event.message, param, event.status)})
+        await _json(send, event.status, {"error": failure_object(event, self._request.names)})
 
     async def _events(self) -> AsyncIterator[Event | None]:
         """The engine's events; None after each heartbeat interval of silence. The last one is terminal."""

@@ -68,13 +68,14 @@ def parse_responses(values: Mapping[str, Any], limits: Limits, model: str, *, so
         raise wrong("stream", "must be true on a WebSocket, or left out")
     format_ = _format(values)
     guide = guided(values, "text.format", "", format_)
-    names = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", **guide.names}
+    prompt = responses_prompt(values, limits.vocab_size)
+    names = {"prompt": prompt.field, "max_tokens": "max_output_tokens", "logprobs": "top_logprobs", **guide.names}
     own: dict[str, Any] = {"max_tokens": values.get("max_output_tokens"), "logprobs": _logprobs(values)}
     if guide.value is not None:
         own["guided"] = guide.value
     params = sampling_params(values, own, names, limits.vocab_size)
     return CreateRequest(
-        prompt=responses_prompt(values, limits.vocab_size),
+        prompt=prompt,
         params=params,
         names=names,
         limit_name="max_output_tokens",

@@ -21,7 +21,7 @@ from specserve.core.sampling import SamplingParams
 from specserve.server import events
 from specserve.server.items import Content, OutputItem
 from specserve.server.request import CreateRequest
-from specserve.server.sampling import renamed
+from specserve.server.sampling import failure_object
 
 WireEvent = dict[str, Any]
 
@@ -79,8 +79,9 @@ class ResponseStream:
             self._seed = event.seed
             return self._end(event.finish_reason, event.usage, event.numerics)
         self.failure = event
-        error = events.error_object(event.code, event.message, renamed(event.param, self._request.names), event.status)
-        return self._end("failed", event.usage, None, error)
+        error = failure_object(event, self._request.names)
+        usage = event.usage if event.usage.prompt_tokens else self._known_usage()  # a dead engine counts nothing
+        return self._end("failed", usage, None, error)
 
     def fail(self, error: SpecserveError) -> list[WireEvent]:
         """End as failed for a reason outside the engine."""

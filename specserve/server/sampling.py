@@ -9,7 +9,9 @@ from typing import Any
 import orjson
 
 from specserve.core.errors import InvalidRequestError, SpecserveError
+from specserve.core.messages import FailedEvent
 from specserve.core.sampling import SamplingParams
+from specserve.server.events import error_object
 from specserve.server.fields import mapping, only, text, wrong
 
 # Options whose names are the same in every API and in SamplingParams.
@@ -155,6 +157,14 @@ def rename(error: SpecserveError, names: Mapping[str, str]) -> SpecserveError:
     if error.param and message.startswith(error.param):
         message = param + message[len(error.param) :]
     return InvalidRequestError(message, param=param, code=error.code)
+
+
+def failure_object(event: FailedEvent, names: Mapping[str, str]) -> dict[str, Any]:
+    """The error of a failed request, its option called as the client calls it, in the message too."""
+    param, message = renamed(event.param, names), event.message
+    if event.param and param and message.startswith(event.param):
+        message = param + message[len(event.param) :]
+    return error_object(event.code, message, param, event.status)
 
 
 def renamed(param: str | None, names: Mapping[str, str]) -> str | None:

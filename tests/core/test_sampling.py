@@ -80,3 +80,20 @@ def test_draft_cap() -> None:
     assert SamplingParams(speculation=True).draft_cap() is None
     assert SamplingParams(speculation=False).draft_cap() == 0
     assert SamplingParams(speculation={"num_speculative_tokens": 3}).draft_cap() == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"early_stopping": "never"}, "early_stopping"),
+        ({"beam_width": 4, "top_p": 0.9}, "top_p"),
+        ({"beam_width": 4, "top_k": 5}, "top_k"),
+        ({"beam_width": 4, "min_p": 0.1}, "min_p"),
+    ],
+)
+def test_options_without_effect_are_refused(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**options)
+    assert caught.value.param == name

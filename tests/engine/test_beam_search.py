@@ -35,6 +35,7 @@ class Rules:
     early: bool | str = False
     ends: Callable[[tuple[int, ...]], str | None] = lambda tokens: "stop" if tokens[-1] == 0 else None
     limit: int | None = None  # candidates of each beam
+    answer: Callable[[tuple[int, ...]], object] = lambda tokens: tokens  # finished texts with one answer are one
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ def reference(rows: Rows, rules: Rules) -> list[Found]:
             for (total, tokens), reason in list(zip(every, reasons, strict=True))[: rules.width]
             if reason
         ]
-        finished = sorted([*finished, *just_ended], key=lambda found: -found.score)[: rules.width]
+        ranked = sorted([*finished, *just_ended], key=lambda found: -found.score)
+        finished = list({rules.answer(found.tokens): found for found in reversed(ranked)}.values())
+        finished = sorted(finished, key=lambda found: -found.score)[: rules.width]
         running = [entry for entry, reason in zip(every, reasons, strict=True) if not reason][: rules.width]
         if not running:
             break
@@ -258,3 +261,18 @@ def test_equal_scores_keep_the_earlier():
     for item in "abc":
         finished.add(-1.0, 1, item)
     assert [item for _, item in finished] == ["a", "b"]
+
+
+def test_of_equal_answers_the_better_is_kept():
+    finished = Finished(2, 0.0, False, 9)
+
+    def add(total, text):
+        finished.add(total, 3, text, lambda kept: kept == text)
+
+    add(-3.0, "a")
+    add(-1.0, "b")
+    add(-2.0, "a")
+    add(-2.5, "a")
+    assert list(finished) == [(-1.0, "b"), (-2.0, "a")]
+    add(-1.5, "c")
+    assert list(finished) == [(-1.0, "b"), (-1.5, "c")]

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.core.messages import ChoiceFinishedEvent, DeltaEvent, FinishedEvent, ProgressEvent, StartedEvent
+from specserve.core.messages import (
+    ChoiceFinishedEvent,
+    DeltaEvent,
+    FinishedEvent,
+    ProgressEvent,
+    StartedEvent,
+)
 from tests.engine.test_beam_search import EARLY, PENALTIES, Found, Rules, reference, same
 from tests.fakes.engines import SIZE, VOCABULARY, answer, command, make_rig, several
 from tests.fakes.executor import hash_model, log_softmax, peaked_model
@@ -57,7 +63,14 @@ def expected(model, prompt=PROMPT, *, width, max_tokens, length_penalty=1.0, ear
             return "stop"
         return None
 
-    return reference(rows, Rules(width, max_tokens, length_penalty, early_stopping, ends, limit=width + 1))
+    def answer(tokens):
+        whole = text(tokens)
+        cut = [len(stop) for stop in stops if len(tokens) >= fewest and whole.endswith(stop.encode())]
+        end = len(whole) - max(cut, default=-1)
+        return whole[:end], tuple(t for i, t in enumerate(tokens) if len(text(tokens[:i])) < end)
+
+    rules = Rules(width, max_tokens, length_penalty, early_stopping, ends, limit=width + 1, answer=answer)
+    return reference(rows, rules)
 
 
 def beams(name="a", prompt=PROMPT, *, width=3, n=None, **params):

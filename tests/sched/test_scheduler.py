@@ -81,14 +81,16 @@ def test_trap_d12_the_same_request_cold_and_warm():
 def test_trap_d1_a_request_that_never_fits_is_refused_with_the_numbers():
     bench = Bench(blocks=4, size=4)
     bench.add("fits", list(range(10)), 6)
-    with pytest.raises(CapacityError, match=r"10 tokens.*max_tokens 7 need 17.*has 16 \(4 blocks of 4\)") as caught:
+    with pytest.raises(
+        CapacityError, match=r"max_tokens: a prompt of 10 tokens and 7 of the answer need 17.*has 16 \(4 blocks of 4\)"
+    ) as caught:
         bench.add("a", list(range(10)), 7)
     assert caught.value.param == "max_tokens"
     with pytest.raises(CapacityError) as caught:
         bench.add("b", list(range(16)), 1)
     assert caught.value.param == "prompt"
     bench.add("c", list(range(15)), None)
-    with pytest.raises(CapacityError, match="1 generated token"):
+    with pytest.raises(CapacityError, match="16 tokens and 1 of the answer"):
         bench.add("d", list(range(16)), None)
     assert bench.scheduler.get("a") is None
 

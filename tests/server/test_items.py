@@ -9,6 +9,7 @@ from specserve.core.errors import SpecserveError
 from specserve.core.messages import (
     ChoiceFinishedEvent,
     DeltaEvent,
+    FailedEvent,
     FinishedEvent,
     SpeculationStep,
     StartedEvent,
@@ -143,3 +144,19 @@ def test_a_step_of_drafts_tells_its_choice():
         ("output_text.delta", 1),
         ("speculation.delta", 0),
     ]
+
+
+def test_a_dead_engine_leaves_what_was_seen_in_the_usage():
+    stream = make(n=2)
+    feed(stream, StartedEvent("r", 7, 3, 0), delta(0, "abc"), delta(1, "de"))
+    stream.prompt_tokens = 3
+    last = feed(stream, FailedEvent("r", "engine_died", "it died", status=503))[-1]
+    usage = last["response"]["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (3, 5)
+
+
+def test_errors_of_the_engine_name_what_the_client_wrote():
+    stream = make()
+    last = feed(stream, FailedEvent("r", "kv_capacity_exceeded", "prompt: 9 tokens are too many", "prompt", 400))[-1]
+    error = last["response"]["error"]
+    assert (error["param"], error["message"]) == ("input", "input: 9 tokens are too many")
