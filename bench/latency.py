@@ -87,6 +87,10 @@ class Timed:
             elif isinstance(event, TERMINAL):
                 self._open.discard(event.request_id)
 
+    def ended(self, name: str) -> bool:
+        """It has all its tokens."""
+        return name not in self._open
+
     def end(self, names: Sequence[str]) -> None:
         """Abort what still runs of these."""
         from specserve.core.messages import AbortCommand
@@ -137,7 +141,7 @@ def beside_decoders(engine: Timed, texts: Texts) -> tuple[float, float, float]:
     engine.wait(lambda: bool(engine.times[name]))
     first = engine.times[name][0]
     # All deltas of a step are handed over at once, but the decoders' may come after the prompt's.
-    engine.wait(lambda: all(engine.times[decoder][-1] >= first for decoder in decoders))
+    engine.wait(lambda: all(engine.ended(decoder) or engine.times[decoder][-1] >= first for decoder in decoders))
     engine.end([*decoders, name])
     gaps = [gap for decoder in decoders for gap in itertools.pairwise(engine.times[decoder][WARM:])]
     before = [b - a for a, b in gaps if b <= sent]

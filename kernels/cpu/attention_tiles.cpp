@@ -37,24 +37,6 @@ inline vuint rounded(vfloat v) {  // to bfloat16, ties to even, in the upper hal
     return u + 0x7fffu + ((u >> 16) & 1u);
 }
 
-// e^x for x <= 0, as `exp` has it.
-inline vfloat exp_negative(vfloat x) {
-    vint tiny = x < -87.3f;
-    x = tiny ? splat(-87.3f) : x;
-    vfloat shifted = x * 1.44269504088896341f + 12582912.0f;
-    vfloat n = shifted - 12582912.0f;
-    vfloat r = x - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    vfloat y = p * (vfloat)(((vint)shifted - 0x4b400000 + 127) << 23);
-    return tiny ? splat(0.0f) : y;
-}
-
 inline vuint load_u16(const bf16* p) { return (vuint)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 
 // Rows become columns, 16 by 16.
@@ -158,12 +140,12 @@ vfloat weigh(Group& g, int64_t tile, const Tile<bf16>& next, int lines, float sc
     for (int64_t j = 0; j < TILE; j += 4)
         for (int64_t i = 0; i < 4; i++) top[i] = max(top[i], scaled(j + i));
     vfloat best = max(max(top[0], top[1]), max(top[2], top[3])), from = subtrahend(best);
-    vfloat keep = exp_negative(g.top - from);
+    vfloat keep = exp_to_88(g.top - from);
     for (int64_t step = 0; step < TILE / STEP; step++) {
         vuint pairs[PAIRS];
         for (int64_t i = 0; i < PAIRS; i++) {
             int64_t j = step * STEP + 2 * i;
-            vfloat x = exp_negative(scaled(j) - from), y = exp_negative(scaled(j + 1) - from);
+            vfloat x = exp_to_88(scaled(j) - from), y = exp_to_88(scaled(j + 1) - from);
             total[j % 16] += x, total[(j + 1) % 16] += y;
             pairs[i] = (rounded(x) >> 16) | (rounded(y) & 0xffff0000u);
             prefetch(next.keys[j], lines);
@@ -214,11 +196,11 @@ vfloat weigh_few(Group& g, int64_t tile, const Tile<bf16>& next, int lines, floa
         float top = max(max(max(x[0][c], x[1][c]), max(x[2][c], x[3][c])));
         best[c] = top > best[c] ? top : best[c];
     }
-    vfloat from = subtrahend(best), keep = exp_negative(g.top - from);
+    vfloat from = subtrahend(best), keep = exp_to_88(g.top - from);
     for (int c = 0; c < FEW; c++) {
         vfloat sums = {};
         for (int64_t s = 0; s < TILE / 16; s++) {
-            vfloat y = exp_negative(x[s][c] - from[c]);
+            vfloat y = exp_to_88(x[s][c] - from[c]);
             sums += y;
             __m256i half = _mm512_cvtepi32_epi16((__m512i)(rounded(y) >> 16));
             _mm256_storeu_si256((__m256i*)(g.weights[s / 2][c] + s % 2 * 8), half);

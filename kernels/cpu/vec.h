@@ -105,10 +105,9 @@ inline float max(vfloat v) {
     return v[0] > v[1] ? v[0] : v[1];
 }
 
-// e^x to about 2 units in the last place (Cephes' polynomial); 0 below -87.3, +inf is not produced: x is clamped at 88.
-inline vfloat exp(vfloat x) {
+// e^x for x <= 88, to about 2 units in the last place (Cephes' polynomial); 0 below -87.3.
+inline vfloat exp_to_88(vfloat x) {
     vint tiny = x < -87.3f;
-    x = x > 88.0f ? splat(88.0f) : x;
     x = tiny ? splat(-87.3f) : x;
     vfloat shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the rounded integer is in the low bits
     vfloat n = shifted - 12582912.0f;
@@ -124,5 +123,8 @@ inline vfloat exp(vfloat x) {
     vfloat y = p * (vfloat)e;
     return tiny ? splat(0.0f) : y;
 }
+
+// The same for every x: +inf is not produced, x is clamped at 88.
+inline vfloat exp(vfloat x) { return exp_to_88(x > 88.0f ? splat(88.0f) : x); }
 
 }  // namespace specserve

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from specserve import LLM
+from specserve.models.demo import fetch_demo
 
 _MAX_ENGINES = 2
 
@@ -52,3 +55,15 @@ def engine(_engines: Engines) -> Iterator[Callable[..., LLM]]:
     """`engine(model, **options) -> LLM`; after the test every pool must be at its baseline."""
     yield _engines
     _engines.check_baseline()
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Any:
+    """transformers' own model over the demo weights, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    path = fetch_demo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return model.eval()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,24 +13,12 @@ import torch
 
 from specserve import LLM, SamplingParams
 from specserve.llm import GenerationResult
-from specserve.models.demo import fetch_demo
 from tests.fakes.prompts import prompts
 
 WIDTH = 4
 MAX_TOKENS = 24
 MODES = [(1.0, False), (1.0, True), (0.0, "never"), (2.0, "never")]
 PARAMS = SamplingParams(beam_width=WIDTH, n=WIDTH, max_tokens=MAX_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Any:
-    from transformers import AutoModelForCausalLM
-
-    path = fetch_demo()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    return model.eval()
 
 
 def expected(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from specserve.models.batch import ForwardBatch
-from specserve.models.demo import fetch_demo
 from specserve.models.kv_cache import PagedKVCache
 from specserve.models.loader import LoadedModel, load_model
 from tests.fakes.prompts import prompts
@@ -19,17 +17,6 @@ BLOCK = 16
 MAX_PROMPT = 200
 TOLERANCE = 2e-3
 CHUNKS = (1, 7, 64, MAX_PROMPT)
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Any:
-    from transformers import AutoModelForCausalLM
-
-    path = fetch_demo()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    return model.eval()
 
 
 @pytest.fixture(scope="module")
