@@ -72,19 +72,20 @@ class TokenBudget:
             return self._row
         return middle(self._alone) if self._alone else None
 
-    def rows(self, num_decoding: int, num_waiting: int = 1) -> int:
+    def rows(self, decode_rows: int, crowd: float = 1.0) -> int:
         """Rows of chunks that the next step may have, those of all its prompts together.
 
         Never under a small floor (or max_batched_tokens where that is less), so that a prompt always advances.
 
         Args:
-            num_waiting: requests that have no token yet. Without a target their time counts as much as that of those
-                that decode: where many wait for few, the few are slowed down more.
+            decode_rows: rows of requests that decode, their drafts included.
+            crowd: requests that have no token yet, for each that decodes. Without a target their time counts as much:
+                where many wait for few, the few are slowed down more.
         """
-        if num_decoding <= 0 or self._target == 0:
+        if decode_rows <= 0 or self._target == 0:
             return self._most
-        crowd = max(1.0, num_waiting / num_decoding) if self._target is None else 1.0
-        base = self._base(num_decoding)
+        crowd = max(1.0, crowd) if self._target is None else 1.0
+        base = self._base(decode_rows)
         left = None  # seconds for chunks
         if self._target is not None:
             left = AIM * self._target - (base or 0.0)
@@ -96,40 +97,40 @@ class TokenBudget:
             rows = min(left / middle(self._alone), crowd * FIRST)
         else:
             rows = crowd * FIRST
-        if self._target is None and self._since % 4 == 3 and not self._fresh(num_decoding):
+        if self._target is None and self._since % 4 == 3 and not self._fresh(decode_rows):
             # Another size, so that the part of a step that is not the chunk's can be told apart.
             rows = rows / 2 if rows >= 2 * FLOOR else 2 * FLOOR
         return min(max(int(rows), FLOOR), self._most)
 
-    def observe(self, num_decoding: int, chunk_rows: int, seconds: float) -> None:
-        """A step with `num_decoding` decodes (their drafts included) and `chunk_rows` rows of chunks took `seconds`."""
+    def observe(self, decode_rows: int, chunk_rows: int, seconds: float) -> None:
+        """A step of `decode_rows` rows of decodes and drafts, and of `chunk_rows` rows of chunks, took `seconds`."""
         if not 0 < seconds < math.inf:
             return
         if chunk_rows <= 0:
-            if num_decoding > 0:
-                self._decodes.observe(num_decoding, seconds)
+            if decode_rows > 0:
+                self._decodes.observe(decode_rows, seconds)
                 self._since = 0
                 self._chunks.clear()
                 self._fitted = None
-        elif num_decoding <= 0:
+        elif decode_rows <= 0:
             self._alone.append(seconds / chunk_rows)
         else:
             self._chunks.append((chunk_rows, seconds))
-            self._learn(num_decoding, chunk_rows, seconds)
+            self._learn(decode_rows, chunk_rows, seconds)
             self._largest = max(float(chunk_rows), self._largest * (1 - DOWN))
             self._since += 1
-            if not self._fresh(num_decoding):
+            if not self._fresh(decode_rows):
                 self._fitted = intercept(self._chunks) or self._fitted
 
-    def _learn(self, num_decoding: int, chunk_rows: int, seconds: float) -> None:
+    def _learn(self, decode_rows: int, chunk_rows: int, seconds: float) -> None:
         """Move the cost of a row: up at once, down slowly; a step that is far off counts little until a second one."""
-        base = self._base(num_decoding) or 0.0
+        base = self._base(decode_rows) or 0.0
         row = max(seconds - base, 0.02 * seconds) / chunk_rows
         if self._row is None:
             self._row = row
             return
         # The fewer of the rows that were allowed it had, the less is known from it.
-        weight = min(1.0, chunk_rows / self.rows(num_decoding))
+        weight = min(1.0, chunk_rows / self.rows(decode_rows))
         if self._high is not None and row <= FAR * self._before:
             self._row = self._before  # the last one was a stall
         known = self._row
@@ -144,15 +145,15 @@ class TokenBudget:
         self._high, self._low, self._before = high, low, known
         self._row = known + weight * (row - known)
 
-    def _fresh(self, num_decoding: int) -> bool:
+    def _fresh(self, decode_rows: int) -> bool:
         """Steps without chunks tell what those decodes take."""
-        return self._since < STALE and self._decodes.covers(num_decoding)
+        return self._since < STALE and self._decodes.covers(decode_rows)
 
-    def _base(self, num_decoding: int) -> float | None:
+    def _base(self, decode_rows: int) -> float | None:
         """Seconds of a step with so many decodes and no chunk; no more than steps with one took since then."""
-        base = self._decodes.seconds(num_decoding)
+        base = self._decodes.seconds(decode_rows)
         # With a target of its own the sum is kept whatever is taken for the base, which then need only be steady.
-        if self._target is None and self._fitted is not None and not self._fresh(num_decoding):
+        if self._target is None and self._fitted is not None and not self._fresh(decode_rows):
             base = self._fitted
         if base is None or not self._chunks:
             return base
@@ -169,21 +170,21 @@ class DecodeCost:
         self._most = 0
         self._step = 0
 
-    def observe(self, num_decoding: int, seconds: float) -> None:
+    def observe(self, decode_rows: int, seconds: float) -> None:
         self._step += 1
-        self._most = max(self._most, num_decoding)
-        cell = self._cells.get(key := _bucket(num_decoding))
+        self._most = max(self._most, decode_rows)
+        cell = self._cells.get(key := _bucket(decode_rows))
         if cell is None or self._step - cell.seen > AGED:
             cell = self._cells[key] = _Cell()
-        cell.add(num_decoding, seconds, self._step)
+        cell.add(decode_rows, seconds, self._step)
 
-    def covers(self, num_decoding: int) -> bool:
+    def covers(self, decode_rows: int) -> bool:
         """It was measured, or something near it."""
-        return num_decoding <= 2 * self._most
+        return decode_rows <= 2 * self._most
 
-    def seconds(self, num_decoding: int) -> float | None:
+    def seconds(self, decode_rows: int) -> float | None:
         """Measured, or between the nearest that were; the nearest alone beyond them. None before any step."""
-        key = _bucket(num_decoding)
+        key = _bucket(decode_rows)
         exact = self._cells.get(key)
         if exact is not None:
             return exact.seconds
@@ -193,7 +194,7 @@ class DecodeCost:
             nearest = above if below is None else below
             return None if nearest is None else self._cells[nearest].seconds
         low, high = self._cells[below], self._cells[above]
-        share = (num_decoding - low.decoding) / (high.decoding - low.decoding)
+        share = (decode_rows - low.decoding) / (high.decoding - low.decoding)
         return low.seconds + share * (high.seconds - low.seconds)
 
 
@@ -239,6 +240,6 @@ def intercept(steps: Sequence[tuple[int, float]]) -> float | None:
     return max(seconds_small - slope * rows_small, 0.25 * seconds_small)
 
 
-def _bucket(num_decoding: int) -> int:
+def _bucket(decode_rows: int) -> int:
     """Exact up to 8 decodes, then steps of a quarter octave."""
-    return num_decoding if num_decoding <= 8 else 8 + math.ceil(4 * math.log2(num_decoding / 8))
+    return decode_rows if decode_rows <= 8 else 8 + math.ceil(4 * math.log2(decode_rows / 8))

@@ -17,12 +17,13 @@ class Flight:
     Attributes:
         planned: its requests, in its order.
         deferred: KV of requests that ended meanwhile.
-        num_decoding, chunk_rows, num_moved: requests that decode, rows of known tokens beside theirs, blocks swapped.
+        decode_rows, chunk_rows, num_moved: rows of requests that decode and of their drafts, rows of known tokens
+            beside these, blocks swapped.
     """
 
     plan: StepPlan
     planned: Sequence[Request]
-    num_decoding: int = 0
+    decode_rows: int = 0
     chunk_rows: int = 0
     num_moved: int = 0
     deferred: list[SequenceKV] = field(default_factory=list)

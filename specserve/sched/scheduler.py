@@ -188,7 +188,7 @@ class Scheduler:
         )
         planned = [row.request for row in step.rows]
         moved = len(roster.swap_out) + len(roster.swap_in)
-        self._flight = Flight(plan, planned, step.num_decoding, step.chunk_rows, moved)
+        self._flight = Flight(plan, planned, step.decode_rows, step.chunk_rows, moved)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
@@ -228,7 +228,7 @@ class Scheduler:
         """The last step took so long, drafting aside, of it so much for swaps: teaches budget and preemption."""
         last = self._last
         if last is not None:
-            self.budget.observe(last.num_decoding, last.chunk_rows, seconds - swap_seconds)
+            self.budget.observe(last.decode_rows, last.chunk_rows, seconds - swap_seconds)
             self.preemption.observe(last.num_moved, swap_seconds)
 
     def abandon(self, plan: StepPlan) -> None:

@@ -24,6 +24,7 @@ class Step:
         started: requests that the step gave KV to.
         exhausted: requests that fill the whole pool and can never take another token.
         num_decoding: requests whose last known token alone is computed.
+        decode_rows: of these and their drafts.
     """
 
     __slots__ = (
@@ -34,6 +35,7 @@ class Step:
         "_prefills",
         "_roster",
         "allowance",
+        "decode_rows",
         "exhausted",
         "num_decoding",
         "rows",
@@ -52,6 +54,7 @@ class Step:
         self.spare = limits.max_batched_tokens - len(roster.running)
         self.allowance = 0
         self.num_decoding = 0
+        self.decode_rows = 0
         self.rows: list[Rows] = []
         self.started: list[Request] = []
         self.exhausted: list[Request] = []
@@ -64,7 +67,9 @@ class Step:
     def decide(self) -> None:
         self._secure_running()
         self._extend_drafts()
-        self.allowance = self._budget.rows(self.num_decoding, len(self._prefills) + len(self._roster.waiting))
+        self.decode_rows = self.num_decoding + sum([row.drafted for row in self.rows])
+        num_waiting = len(self._prefills) + len(self._roster.waiting)
+        self.allowance = self._budget.rows(self.decode_rows, num_waiting / max(self.num_decoding, 1))
         self._extend_chunks(self._prefills)
         waiting = self._roster.waiting
         if not self._preempted and len(waiting):
