@@ -94,7 +94,9 @@ class GenerationResponse:
 
     async def _body(self, send: Send, data: bytes, more: bool) -> None:
         message = {"type": "http.response.body", "body": data, "more_body": more}
-        await asyncio.wait_for(send(message), self._state.limits.slow_client_seconds)
+        # Not wait_for: before Python 3.12 it loses a cancellation that comes as the message goes out.
+        async with asyncio.timeout(self._state.limits.slow_client_seconds):
+            await send(message)
 
     async def _fail(self, send: Send, event: FailedEvent) -> None:
         await _json(send, event.status, {"error": failure_object(event, self._request.names)})

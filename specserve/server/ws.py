@@ -82,7 +82,8 @@ class SocketConnection:
         """End live responses with typed failures, send them, close with 1001."""
         self._perform(self._session.shutdown())
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._outbox.drained(), FLUSH_SECONDS)
+            async with asyncio.timeout(FLUSH_SECONDS):
+                await self._outbox.drained()
         self._end(GOING_AWAY, "the server is shutting down")
 
     def _end(self, code: int, reason: str) -> None:

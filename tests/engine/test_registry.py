@@ -18,6 +18,8 @@ from specserve.engine.checks import EngineLimits
 from specserve.engine.intake import take_in
 from specserve.engine.metrics import Metrics
 from specserve.engine.registry import Registry
+from specserve.kv.block_pool import BlockPool
+from specserve.kv.manager import KVManager
 from tests.fakes.vocab import ToyVocabulary
 
 V = ToyVocabulary()
@@ -33,7 +35,7 @@ class Desk:
 
     def take(self, name="a", **params):
         command = GenerateCommand(name, tuple(V.encode("hi")), SamplingParams(seed=3, **params))
-        taken = take_in(command, EngineLimits(64), V, 1000, 0)
+        taken = take_in(command, EngineLimits(64), V, KVManager(BlockPool(250, 4)), 0)
         self.registry.add(taken.lives, taken.group)
         return taken
 
