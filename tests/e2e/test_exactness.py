@@ -112,7 +112,7 @@ def test_concurrent_streams_join_and_leave(engine: Callable[..., LLM], temperatu
 
 def test_trap_d12_warm_equals_cold_and_d13_chunks(engine: Callable[..., LLM]) -> None:
     """A prefix hit and the size of prefill chunks change no token and no logprob."""
-    texts = [(f"{t} " * 60)[:1800] for t in prompts(2)]
+    texts = [(f"{t} " * 60)[:1400] for t in prompts(2)]
     p = params(0.8, 24, logprobs=2)
     outcomes = []
     for chunk in (512, 256, 16, 1):
