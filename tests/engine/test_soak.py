@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +80,7 @@ def told(events: list[Event]) -> Any:
     return end.finish_reason, end.seed, end.usage.prompt_tokens, end.usage.completion_tokens, shown
 
 
-def partly(events: list[Event], whole: list[Event]) -> None:
+def partly(events: list[Event], whole: list[Event], stops: Sequence[str]) -> None:
     """What was shown before a request was cut short is the beginning of what it would have been.
 
     But for what was held back as the beginning of a stop text: cut short it is shown, completed it is not.
@@ -87,9 +88,12 @@ def partly(events: list[Event], whole: list[Event]) -> None:
     got, calm = several(events), several(whole)
     for index, choice in got.choices.items():
         full = calm.choices[index]
-        held = choice.text.startswith(full.text) and full.end is not None and full.end.finish_reason == "stop"
         same = full.token_ids[: len(choice.token_ids)] == choice.token_ids
-        assert same or full.text.startswith(choice.text) or held
+        if not (same or full.text.startswith(choice.text)):
+            assert full.end is not None
+            assert full.end.finish_reason == "stop"
+            held = choice.text.removeprefix(full.text)
+            assert any(full.text + held == choice.text and held == stop[: len(held)] != stop for stop in stops)
         if choice.end is not None:
             assert (choice.text, choice.token_ids, choice.end) == (full.text, full.token_ids, full.end)
 
@@ -165,7 +169,7 @@ def soak(seed: int, total: int, **options: Any) -> dict[str, int]:
             counts["whole"] += 1
             assert told(got) == told(whole), name
             continue
-        partly(got, whole)
+        partly(got, whole, asked.params.stops)
     counts |= {"swapped": rig.engine.scheduler.num_swapped, "preempted": rig.engine.scheduler.num_preemptions}
     return counts
 
