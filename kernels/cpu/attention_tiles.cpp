@@ -350,7 +350,7 @@ bool attention_on_tiles(const bf16* q, const bf16* key_cache, const bf16* value_
     parallel_for((int64_t)runs.size() * a.kv_heads, 1, a.threads, [&](int64_t task) {
         static const TileConfig config;
         int64_t kv_head = task % a.kv_heads, end = (kv_head + 1) * shared;
-        _tile_loadconfig(&config);
+        load_config(config);
         for (int64_t head = kv_head * shared; head < end; head += heads)
             attend(q, key_cache, value_cache, out, runs[task / a.kv_heads], per_group, kv_head, head,
                    end - head < heads ? end - head : heads, a);

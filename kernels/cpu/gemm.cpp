@@ -151,7 +151,7 @@ void gemm_tiles(const bf16* x, const bf16* packed, const bf16* bias, O* out, con
     Claims claims(a.blocks(), a.chunk());
     run_shared(a.threads, [&] {
         alignas(64) float sums[32 * COLUMNS];
-        _tile_loadconfig(whole ? &full : &rest);
+        load_config(whole ? full : rest);
         for (int64_t begin, end; claims.next(begin, end);)
             for (int64_t block = begin; block < end; block++) {
                 const bf16* weights = packed + block * k * COLUMNS;
@@ -160,10 +160,10 @@ void gemm_tiles(const bf16* x, const bf16* packed, const bf16* bias, O* out, con
                     write_block(sums, 32, out + r * a.out_features, bias, block * COLUMNS, a);
                 }
                 if (tail) {
-                    if (whole) _tile_loadconfig(&rest);
+                    if (whole) load_config(rest);
                     tile_rows(x + whole * k, weights, sums, k, tail > 16);
                     write_block(sums, tail, out + whole * a.out_features, bias, block * COLUMNS, a);
-                    if (whole) _tile_loadconfig(&full);
+                    if (whole) load_config(full);
                 }
             }
         _tile_release();

@@ -20,6 +20,11 @@ struct alignas(64) TileConfig {
     uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
+static_assert(sizeof(TileConfig) == 64, "the instruction reads 64 bytes");
+
+// The compiler's own _tile_loadconfig may say that it reads one pointer's width only (gcc 12 does), and stores to the
+// rest of the configuration are then dropped as dead.
+inline void load_config(const TileConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
 
 }  // namespace specserve
 #endif
