@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specserve.kernels.cpu.memory import huge_zeros
 from specserve.kernels.cpu.ops import copy_blocks
 
 
@@ -35,9 +36,9 @@ class PagedKVCache:
         self.dtype = dtype
         # Zeros, not empty: memory that was never written must not hold NaN, which would survive a masked product. The
         # pages are touched only when they are written.
-        self.storage = torch.zeros(
-            2, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
-        )
+        shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        on_cpu = torch.device(device).type == "cpu"
+        self.storage = huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
         self.key: tuple[torch.Tensor, ...] = tuple(self.storage[0].unbind(0))
         self.value: tuple[torch.Tensor, ...] = tuple(self.storage[1].unbind(0))
 

@@ -1,0 +1,41 @@
+"""Anonymous memory on huge pages: a core that streams through it misses the TLB 512 times less often."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+
+import torch
+
+if __name__.partition(".")[0] == "kernels":
+    raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
+
+HUGE_PAGE = 2 << 20  # bytes
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+
+
+def huge(nbytes: int) -> torch.Tensor:
+    """Zeroed memory uint8 [nbytes], on 2 MB pages where the platform has them, else on its usual ones.
+
+    A page takes memory once it is touched, not before. The memory is freed with the last tensor that views it.
+
+    Raises:
+        OSError: the address space is exhausted.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # The last page ends in this mapping, so that no neighbour shares it and the kernel may make it a huge one.
+    pages = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    memory = mmap.mmap(-1, pages + HUGE_PAGE, **_PRIVATE)
+    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):  # less would take more than was asked for
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
+    start = -whole.data_ptr() % HUGE_PAGE
+    return whole[start : start + nbytes]
+
+
+def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of a shape and dtype in memory of `huge`, contiguous."""
+    return huge(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
