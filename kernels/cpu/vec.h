@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
