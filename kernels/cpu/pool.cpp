@@ -12,7 +12,11 @@ namespace {
 // A thread spins so long for what comes next, then sleeps. Longer than the gaps between the ops of a step; short, as a
 // spinning thread takes its core from whoever else could use it.
 constexpr std::chrono::microseconds SPIN{100};
-constexpr int CLOSED = 1 << 30;
+
+// The pool's state in one word: the number of the run, whether its door is closed, and how many helpers are inside.
+constexpr uint64_t RUN = uint64_t{1} << 32, CLOSED = RUN >> 1, INSIDE = CLOSED - 1;
+
+inline uint64_t run_of(uint64_t state) { return state / RUN; }
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -36,27 +40,27 @@ bool spin(const Done& done) {
 
 class Pool {
   public:
-    void run(int threads, const std::function<void()>& body) {
-        if (threads <= 1 || !owner_.try_lock()) return body();
-        std::lock_guard<std::mutex> own(owner_, std::adopt_lock);
+    void run(int threads, void (*call)(void*, int), void* context) {
+        if (threads <= 1 || busy_.exchange(true, std::memory_order_acquire)) return call(context, 0);
         grow(threads - 1);
-        body_ = &body;
-        seats_ = threads - 1;
-        inside_.store(0);  // opens the door: helpers enter from here on
-        epoch_.fetch_add(1);
+        call_ = call;
+        context_ = context;
+        seats_.store(threads - 1, std::memory_order_relaxed);
+        state_.store((run_of(state_.load()) + 1) * RUN);  // opens the door: helpers enter from here on
         if (sleepers_.load() > 0) {
             { std::lock_guard<std::mutex> lock(mutex_); }
             wake_.notify_all();
         }
-        body();
+        call(context, 0);
         close();
+        busy_.store(false, std::memory_order_release);
     }
 
   private:
     // Lets nobody in any more and waits for those inside.
     void close() {
-        if (inside_.fetch_or(CLOSED) == 0) return;
-        auto empty = [&] { return inside_.load() == CLOSED; };
+        if ((state_.fetch_or(CLOSED) & INSIDE) == 0) return;
+        auto empty = [&] { return (state_.load() & INSIDE) == 0; };
         if (spin(empty)) return;
         std::unique_lock<std::mutex> lock(mutex_);
         waiting_.store(true);
@@ -64,50 +68,52 @@ class Pool {
         waiting_.store(false);
     }
 
-    bool enter() {
-        int inside = inside_.load();
-        while (!(inside & CLOSED) && inside < seats_)
-            if (inside_.compare_exchange_weak(inside, inside + 1)) return true;
+    // Into this very run, as long as its door is open.
+    bool enter(uint64_t run) {
+        uint64_t state = state_.load();
+        while (run_of(state) == run && !(state & CLOSED))
+            if (state_.compare_exchange_weak(state, state + 1)) return true;
         return false;
     }
 
     void leave() {
-        if (inside_.fetch_sub(1) - 1 != CLOSED) return;
+        if ((state_.fetch_sub(1) & (CLOSED | INSIDE)) != (CLOSED | 1)) return;
         if (waiting_.load()) {
             std::lock_guard<std::mutex> lock(mutex_);
             done_.notify_all();
         }
     }
 
-    void help(uint64_t seen) {
+    void help(int number, uint64_t seen) {
         for (;;) {
-            auto news = [&] { return epoch_.load() != seen; };
+            auto news = [&] { return run_of(state_.load()) != seen; };
             if (!spin(news)) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleepers_.fetch_add(1);
                 wake_.wait(lock, news);
                 sleepers_.fetch_sub(1);
             }
-            seen = epoch_.load();
-            if (enter()) {
-                (*body_)();
+            seen = run_of(state_.load());
+            if (number < seats_.load(std::memory_order_relaxed) && enter(seen)) {
+                call_(context_, number + 1);
                 leave();
             }
         }
     }
 
     void grow(int helpers) {
-        for (; helpers_ < helpers; helpers_++) std::thread([this, seen = epoch_.load()] { help(seen); }).detach();
+        for (; helpers_ < helpers; helpers_++)
+            std::thread([this, number = helpers_, seen = run_of(state_.load())] { help(number, seen); }).detach();
     }
 
-    std::mutex owner_;  // one caller at a time
-    int helpers_ = 0;
-    const std::function<void()>* body_ = nullptr;
-    std::atomic<int> seats_{0};
-    std::atomic<int> inside_{CLOSED};  // helpers at work, and whether the door is closed
-    std::atomic<uint64_t> epoch_{0};
+    alignas(64) std::atomic<uint64_t> state_{CLOSED};
+    alignas(64) std::atomic<int> seats_{0};  // helpers numbered below take part
+    void (*call_)(void*, int) = nullptr;
+    void* context_ = nullptr;
     std::atomic<int> sleepers_{0};
     std::atomic<bool> waiting_{false};
+    std::atomic<bool> busy_{false};  // one caller at a time
+    int helpers_ = 0;
     std::mutex mutex_;
     std::condition_variable wake_, done_;
 };
@@ -120,6 +126,8 @@ Pool& pool() {
 
 }  // namespace
 
-void run_shared(int threads, const std::function<void()>& body) { pool().run(threads, body); }
+void run_threads(int threads, void (*call)(void*, int), void* context) {
+    pool().run(std::min(threads, MAX_THREADS), call, context);
+}
 
 }  // namespace specserve

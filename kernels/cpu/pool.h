@@ -6,9 +6,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <functional>
+#include <memory>
+#include <type_traits>
 
 namespace specserve {
+
+constexpr int MAX_THREADS = 256;
 
 // Pieces [begin, end) of 0..total, each claimed by one thread.
 class Claims {
@@ -26,9 +29,63 @@ class Claims {
     std::atomic<int64_t> next_{0};
 };
 
-// Runs `body` in the calling thread and in up to `threads` - 1 others; each call takes pieces until there are none.
-// Returns when all have returned. A call that comes while another thread's is running is run by its caller alone.
-void run_shared(int threads, const std::function<void()>& body);
+// The same where it matters for speed who takes what: slot t of `threads` first takes the pieces of its own contiguous
+// range [t * total / threads, (t + 1) * total / threads) in order, so that it streams through memory, and meets the
+// same part of the weights in its cache from call to call; then what is left of the others' ranges.
+class ShardedClaims {
+  public:
+    ShardedClaims(int64_t total, int64_t piece, int threads)
+        : piece_(piece < 1 ? 1 : piece), shards_(std::clamp(threads, 1, MAX_THREADS)) {
+        for (int i = 0; i < shards_; i++) {
+            shard_[i].next.store(i * total / shards_, std::memory_order_relaxed);
+            shard_[i].end = (i + 1) * total / shards_;
+        }
+    }
+
+    bool next(int slot, int64_t& begin, int64_t& end) {
+        for (int i = 0; i < shards_; i++) {
+            Shard& shard = shard_[(slot + i) % shards_];
+            if (shard.next.load(std::memory_order_relaxed) >= shard.end) continue;
+            begin = shard.next.fetch_add(piece_, std::memory_order_relaxed);
+            end = std::min(begin + piece_, shard.end);
+            if (begin < shard.end) return true;
+        }
+        return false;
+    }
+
+  private:
+    struct alignas(64) Shard {
+        std::atomic<int64_t> next;
+        int64_t end;
+        Shard() {}  // those past the last are never touched
+    };
+
+    const int64_t piece_;
+    const int shards_;
+    Shard shard_[MAX_THREADS];
+};
+
+// Calls call(context, slot): see run_slots.
+void run_threads(int threads, void (*call)(void*, int), void* context);
+
+// Runs body(slot) in the calling thread, as slot 0, and in up to `threads` - 1 others, each with a slot of its own in
+// 1..threads - 1; each call takes pieces until there are none. Any of the others may not come at all. Returns when all
+// that came have returned. A call that comes while another one is running, or from inside one, is run by its caller
+// alone. `body` must not throw.
+template <typename Body>
+void run_slots(int threads, Body&& body) {
+    using Plain = std::remove_reference_t<Body>;
+    if (threads <= 1) return body(0);
+    run_threads(
+        threads, [](void* context, int slot) { (*static_cast<Plain*>(context))(slot); },
+        const_cast<void*>(static_cast<const void*>(std::addressof(body))));
+}
+
+// The same for a body that does not ask who it is.
+template <typename Body>
+void run_shared(int threads, Body&& body) {
+    run_slots(threads, [&](int) { body(); });
+}
 
 // body(i) for each i in 0..total; in the calling thread alone where there are no more than `least` of them, and never
 // more than that at a time.
