@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from specserve.kernels import kv_layout
+
 if __name__.partition(".")[0] == "kernels":
     raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
 
@@ -48,25 +50,27 @@ def rope_store(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """Rotate q and k of merged rows in place and store k and v into the paged cache.
+    """Rotate q of merged rows in place and store the rotated k, and v, into the paged cache, rounded once.
 
     Args:
-        qkv: [n, (num_heads + 2 * num_kv_heads) * dim], q then k then v.
+        qkv: [n, (num_heads + 2 * num_kv_heads) * dim], q then k then v; k and v stay as they are.
         cos, sin: float32 [max_position, dim / 2].
         positions, slots: int64 [n].
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, dim].
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, dim], or int8 as `kv_layout` describes.
         q_norm, k_norm: RMSNorm weights [dim] applied to each head before the rotation (Qwen3), or None.
     """
-    dim = key_cache.shape[-1]
-    heads = qkv.view(qkv.shape[0], -1, dim)
-    for first, count, norm in ((0, num_heads, q_norm), (num_heads, num_kv_heads, k_norm)):
-        part = heads[:, first : first + count]
-        x = part if norm is None else rms_norm(part, norm, eps)
-        low, high = x.float().chunk(2, dim=-1)
-        c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-        part.copy_(torch.cat((low * c - high * s, high * c + low * s), dim=-1))
-    key_cache.view(-1, num_kv_heads, dim)[slots] = heads[:, num_heads : num_heads + num_kv_heads]
-    value_cache.view(-1, num_kv_heads, dim)[slots] = heads[:, num_heads + num_kv_heads :]
+    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+
+    def turn(part: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        x = part.float() if norm is None else rms_norm(part, norm.float(), eps)
+        low, high = x.chunk(2, dim=-1)
+        return torch.cat((low * c - high * s, high * c + low * s), dim=-1)
+
+    q.copy_(turn(q, q_norm))
+    kv_layout.store_rows(key_cache, slots, turn(k, k_norm))
+    kv_layout.store_rows(value_cache, slots, v)
 
 
 def paged_attention(
@@ -84,7 +88,7 @@ def paged_attention(
 
     Args:
         q: [n, num_heads, dim]; rows may be strided.
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, dim].
+        key_cache, value_cache: [num_blocks, num_kv_heads, block_size, dim], or int8 as `kv_layout` describes.
         block_tables: int32 [num_seqs, max_blocks]; row_sequence: int32 [n]; positions: int64 [n].
         window: positions a row sees, itself included; 0 for all.
 
@@ -110,7 +114,7 @@ def _attend(
     window: int,
 ) -> torch.Tensor:
     n, num_heads, dim = q.shape
-    num_kv_heads, block_size = key_cache.shape[2], key_cache.shape[1]
+    num_kv_heads, block_size = key_cache.shape[1], kv_layout.block_size_of(key_cache, dim)
     query = (q.float() * scale).reshape(n, num_kv_heads, -1, 1, dim)
     top = query.new_full((*query.shape[:3], 1), -math.inf)
     total, acc = torch.zeros_like(top), query.new_zeros((*query.shape[:3], dim))
@@ -119,7 +123,10 @@ def _attend(
         keys_at = torch.arange(tile, tile + TILE)
         seen = (keys_at <= positions[:, None]) & (keys_at >= begin[:, None])  # [n, TILE]
         blocks = tables[:, (keys_at // block_size).clamp(max=tables.shape[1] - 1)]
-        keys, values = (c[blocks, keys_at % block_size].float().transpose(1, 2) for c in (key_cache, value_cache))
+        keys, values = (
+            kv_layout.load_rows(cache, blocks, keys_at % block_size, dim).transpose(1, 2)
+            for cache in (key_cache, value_cache)
+        )
         visible = seen[:, None, None]
         score = _tree_sum(query * keys[:, :, None]).squeeze(-1).masked_fill(~visible, -math.inf)
         new_top = torch.maximum(top, score.amax(-1, keepdim=True))

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "vec.h"
+#include "cache.h"
 
 namespace specserve {
 
@@ -37,8 +37,7 @@ struct Tile {
               int64_t kv_head, const AttentionArgs& a) {
         int64_t block = (tile + from) / a.block_size, in_block = (tile + from) % a.block_size;
         for (int64_t j = from; j < to; j++) {
-            int64_t token = table[block] * a.block_size + in_block;
-            int64_t offset = (token * a.kv_heads + kv_head) * a.dim;
+            int64_t offset = ((table[block] * a.kv_heads + kv_head) * a.block_size + in_block) * a.dim;
             keys[j] = key_cache + offset, values[j] = value_cache + offset;
             if (++in_block == a.block_size) block++, in_block = 0;
         }

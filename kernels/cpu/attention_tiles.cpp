@@ -298,7 +298,7 @@ void attend(const bf16* q, const bf16* key_cache, const bf16* value_cache, bf16*
     const int64_t last = a.positions[run.row + run.rows - 1] + 1, first = a.positions[run.row] + 1;
     const int64_t begin = a.window && first > a.window ? first - a.window : 0;
     const bool whole = a.block_size % 16 == 0;
-    const int64_t key_bytes = (whole ? a.kv_heads * a.dim : a.dim) * sizeof(bf16);
+    const int64_t key_bytes = a.dim * sizeof(bf16);
     Tile<bf16> tiles[2];
     auto size = [&](int64_t tile) { return last - tile < TILE ? last - tile : TILE; };
     int64_t at = begin / TILE * TILE;

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specserve.kernels import reference
+from specserve.kernels import kv_layout, reference
 from specserve.kernels.cpu.native import library
 from specserve.kernels.reference import block_pairs
 
@@ -30,6 +30,7 @@ __all__ = [
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 MAX_HEAD_DIM = 256
+MAX_ROPE_DIM = 512
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,12 +82,14 @@ def rope_store(
     eps: float = 1e-6,
 ) -> None:
     lib = library()
-    if lib is None or qkv.dtype not in _NAMES or qkv.stride(1) != 1:
+    name = _cached_name("ss_rope_store", qkv.dtype, key_cache.dtype)
+    dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    if lib is None or not hasattr(lib, name) or qkv.stride(1) != 1 or dim > MAX_ROPE_DIM:
         reference.rope_store(
             qkv, num_heads, num_kv_heads, cos, sin, positions, key_cache, value_cache, slots, q_norm, k_norm, eps
         )
         return
-    getattr(lib, f"ss_rope_store_{_NAMES[qkv.dtype]}")(
+    getattr(lib, name)(
         qkv.data_ptr(),
         None if q_norm is None else q_norm.data_ptr(),
         None if k_norm is None else k_norm.data_ptr(),
@@ -100,10 +103,17 @@ def rope_store(
         qkv.stride(0),
         num_heads,
         num_kv_heads,
-        key_cache.shape[3],
+        kv_layout.block_size_of(key_cache, dim),
+        dim,
         eps,
         torch.get_num_threads(),
     )
+
+
+def _cached_name(op: str, dtype: torch.dtype, cache: torch.dtype) -> str:
+    """The C function for rows of one type on a cache of another; none has that name where it is not supported."""
+    name = f"{op}_{_NAMES.get(dtype)}"
+    return name if cache == dtype else f"{name}_int8" if cache == torch.int8 else f"{name}_{cache}"
 
 
 def paged_attention(
@@ -119,12 +129,14 @@ def paged_attention(
 ) -> torch.Tensor:
     lib = library()
     n, num_heads, dim = q.shape
-    if lib is None or q.dtype not in _NAMES or dim % 16 or dim > MAX_HEAD_DIM or q.stride(2) != 1 or q.stride(1) != dim:
+    name = _cached_name("ss_attention", q.dtype, key_cache.dtype)
+    takes = dim % 16 == 0 and dim <= MAX_HEAD_DIM and q.stride(2) == 1 and q.stride(1) == dim
+    if lib is None or not hasattr(lib, name) or not takes:
         return reference.paged_attention(
             q, key_cache, value_cache, block_tables, row_sequence, positions, scale, window, out
         )
     result = torch.empty(n, num_heads * dim, dtype=q.dtype) if out is None else out
-    getattr(lib, f"ss_attention_{_NAMES[q.dtype]}")(
+    getattr(lib, name)(
         q.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -136,9 +148,9 @@ def paged_attention(
         q.stride(0),
         block_tables.stride(0),
         num_heads,
-        key_cache.shape[2],
-        dim,
         key_cache.shape[1],
+        dim,
+        kv_layout.block_size_of(key_cache, dim),
         scale,
         window,
         torch.get_num_threads(),

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 
 from specserve.core.errors import ModelLoadError
 from specserve.kernels.cpu import ops
+from specserve.kernels.kv_layout import store_rows
 from specserve.models.batch import ForwardBatch
 from specserve.models.kv_cache import PagedKVCache
 
@@ -95,9 +96,9 @@ def _attention(
     step.calls += 1
     key_cache, value_cache = step.cache.key[layer], step.cache.value[layer]
     for cache, rows in ((key_cache, key), (value_cache, value)):
-        cache.view(-1, *cache.shape[2:])[batch.slots] = rows[0].transpose(0, 1).to(cache.dtype)
+        store_rows(cache, batch.slots, rows[0].transpose(0, 1))
     out = ops.paged_attention(
-        query[0].transpose(0, 1).to(key_cache.dtype).contiguous(),
+        query[0].transpose(0, 1).to(query.dtype if key_cache.dtype == torch.int8 else key_cache.dtype).contiguous(),
         key_cache,
         value_cache,
         batch.block_tables,

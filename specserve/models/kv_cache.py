@@ -8,14 +8,16 @@ import torch
 
 from specserve.kernels.cpu.memory import huge_zeros
 from specserve.kernels.cpu.ops import copy_blocks
+from specserve.kernels.kv_layout import layer_shape
 
 
 class PagedKVCache:
     """K and V of every layer in blocks of `block_size` tokens.
 
     Attributes:
-        storage: [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim], K then V, contiguous.
-        key, value: one tensor [num_blocks, block_size, num_kv_heads, head_dim] a layer, parts of `storage`.
+        storage: [2, num_layers, num_blocks, num_kv_heads, block_size, head_dim], K then V, contiguous; int8 with scales
+            as `kernels.kv_layout` describes.
+        key, value: one tensor [num_blocks, num_kv_heads, block_size, head_dim] a layer, parts of `storage`.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class PagedKVCache:
         self.dtype = dtype
         # Zeros, not empty: memory that was never written must not hold NaN, which would survive a masked product. The
         # pages are touched only when they are written.
-        shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        shape = (2, num_layers, *layer_shape(num_blocks, num_kv_heads, block_size, head_dim, dtype))
         on_cpu = torch.device(device).type == "cpu"
         self.storage = huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
         self.key: tuple[torch.Tensor, ...] = tuple(self.storage[0].unbind(0))

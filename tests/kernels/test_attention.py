@@ -19,10 +19,10 @@ class Cache:
         blocks = -(-CONTEXT // block)
         keys, values = (torch.randn(CONTEXT, kv_heads, dim, generator=random).to(dtype) for _ in range(2))
         self.table = torch.randperm(blocks + 2, generator=random)[:blocks].to(torch.int32)
-        self.key, self.value = (torch.full((blocks + 2, block, kv_heads, dim), torch.nan, dtype=dtype) for _ in "kv")
+        self.key, self.value = (torch.full((blocks + 2, kv_heads, block, dim), torch.nan, dtype=dtype) for _ in "kv")
         for cache, source in ((self.key, keys), (self.value, values)):
             for t in range(CONTEXT):
-                cache[self.table[t // block], t % block] = source[t]
+                cache[self.table[t // block], :, t % block] = source[t]
 
     def attend(self, op, q: torch.Tensor, positions: torch.Tensor, window: int) -> torch.Tensor:
         rows = torch.zeros(len(q), dtype=torch.int32)

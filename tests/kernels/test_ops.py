@@ -32,7 +32,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 def attention_inputs(dtype, heads, kv_heads, dim, block_size, rows=24, context=150):
     random = torch.Generator().manual_seed(heads * dim)
     blocks = 3 * -(-context // block_size)
-    shape = (blocks, block_size, kv_heads, dim)
+    shape = (blocks, kv_heads, block_size, dim)
     key, value = (torch.randn(shape, generator=random).to(dtype) for _ in range(2))
     tables = torch.randperm(blocks, generator=random).view(3, -1).int()
     positions = torch.randint(0, context, (rows,), generator=random)
@@ -47,8 +47,8 @@ def naive_attention(q, key, value, tables, sequence, positions, scale, window):
     for row in range(q.shape[0]):
         at = torch.arange(int(positions[row]) + 1)
         at = at[-window:] if window else at
-        block = tables[int(sequence[row])][at // key.shape[1]].long()
-        k, v = (c[block, at % key.shape[1]].double() for c in (key, value))
+        block = tables[int(sequence[row])][at // key.shape[2]].long()
+        k, v = (c[block, :, at % key.shape[2]].double() for c in (key, value))
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         weights = torch.softmax(torch.einsum("hd,khd->hk", q[row].double(), k) * scale, -1)
@@ -82,8 +82,8 @@ def test_attention_never_reads_past_the_row(path):
     positions[:] = 40
     expected = path.paged_attention(q, key, value, tables, sequence, positions, 0.125)
     last = tables[0][40 // 16]
-    key[last, 40 % 16 + 1 :] = math.nan
-    value[last, 40 % 16 + 1 :] = math.inf
+    key[last, :, 40 % 16 + 1 :] = math.nan
+    value[last, :, 40 % 16 + 1 :] = math.inf
     key[tables[0][3:]] = math.nan
     assert torch.equal(path.paged_attention(q, key, value, tables, sequence, positions, 0.125), expected)
 
@@ -92,7 +92,8 @@ def test_attention_bits_do_not_depend_on_the_block_size(path):
     q, key, value, tables, sequence, positions = attention_inputs(torch.float32, 9, 3, 64, 16, context=160)
     expected = path.paged_attention(q, key, value, tables, sequence, positions, 0.125)
     order = tables.flatten().long()
-    small = [c[order].reshape(-1, 5, 3, 64) for c in (key, value)]  # the same tokens in blocks of 5, laid out in order
+    tokens = [c[order].transpose(1, 2).reshape(-1, 5, 3, 64) for c in (key, value)]
+    small = [c.transpose(1, 2).contiguous() for c in tokens]  # the same tokens in blocks of 5, laid out in order
     tables = torch.arange(small[0].shape[0], dtype=torch.int32).view(3, -1)
     assert torch.equal(path.paged_attention(q, *small, tables, sequence, positions, 0.125), expected)
 
@@ -127,22 +128,24 @@ def test_silu_mul(path, dtype, width):
 def test_rope_store(path, dtype, dim, normed):
     heads, kv_heads, rows = 4, 2, 11
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
-    key, value = (torch.zeros(8, 4, kv_heads, dim, dtype=dtype) for _ in range(2))
+    key, value = (torch.zeros(8, kv_heads, 4, dim, dtype=dtype) for _ in range(2))
     norms = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
     angle = torch.arange(100.0)[:, None] * torch.rand(dim // 2)
     cos, sin, positions, slots = angle.cos(), angle.sin(), torch.randint(0, 100, (rows,)), torch.randperm(32)[:rows]
     x = qkv.view(rows, -1, dim)[:, : heads + kv_heads].double()
     if normed:
         scale = torch.cat([norms[0].double().expand(heads, dim), norms[1].double().expand(kv_heads, dim)])
-        x = (torch.nn.functional.rms_norm(x, (dim,), None, 1e-6) * scale).to(dtype).double()
+        x = torch.nn.functional.rms_norm(x, (dim,), None, 1e-6) * scale
     c, s = (torch.cat((t[positions], t[positions]), -1)[:, None].double() for t in (cos, sin))
     expected = (x * c + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * s).to(dtype)
-    values = qkv.view(rows, -1, dim)[:, heads + kv_heads :].clone()
+    untouched = qkv.view(rows, -1, dim)[:, heads:].clone()
     path.rope_store(qkv, heads, kv_heads, cos, sin, positions, key, value, slots, *norms, 1e-6)
-    close(qkv.view(rows, -1, dim)[:, : heads + kv_heads], expected)
-    assert torch.equal(key.view(32, kv_heads, dim)[slots], qkv.view(rows, -1, dim)[:, heads : heads + kv_heads])
-    assert torch.equal(value.view(32, kv_heads, dim)[slots], values)
-    assert int((key.view(32, -1) != 0).any(-1).sum()) == rows
+    close(qkv.view(rows, -1, dim)[:, :heads], expected[:, :heads])
+    assert torch.equal(qkv.view(rows, -1, dim)[:, heads:], untouched)
+    keys, values = (cache.transpose(1, 2).reshape(32, kv_heads, dim) for cache in (key, value))
+    close(keys[slots], expected[:, heads:])
+    assert torch.equal(values[slots], untouched[:, kv_heads:])
+    assert int((keys != 0).flatten(1).any(-1).sum()) == rows
 
 
 def test_copy_blocks_in_order(path):

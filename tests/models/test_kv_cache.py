@@ -11,7 +11,7 @@ from specserve.models.kv_cache import PagedKVCache
 def test_shapes_and_bytes():
     cache = PagedKVCache(3, 5, 4, 2, 8, torch.bfloat16)
     assert len(cache.key) == len(cache.value) == 3
-    assert all(t.shape == (5, 4, 2, 8) and t.is_contiguous() for t in (*cache.key, *cache.value))
+    assert all(t.shape == (5, 2, 4, 8) and t.is_contiguous() for t in (*cache.key, *cache.value))
     info = ModelInfo(
         num_layers=3,
         num_heads=2,

@@ -1,0 +1,73 @@
+"""How one layer's keys (or values) lie in the paged cache.
+
+[num_blocks, num_kv_heads, block_size, dim]: what one head of a block holds is contiguous. In int8 a head of a block is
+its numbers [block_size, dim] and then one float32 scale for each of its tokens, so that blocks are moved as they are:
+[num_blocks, num_kv_heads, block_size * (dim + 4)].
+"""
+
+from __future__ import annotations
+
+import torch
+
+if __name__.partition(".")[0] == "kernels":
+    raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
+
+SCALE_BYTES = 4
+
+
+def head_bytes(dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one head of one token, K or V."""
+    return dim + SCALE_BYTES if dtype == torch.int8 else dim * dtype.itemsize
+
+
+def layer_shape(num_blocks: int, num_kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Shape of one layer's keys (or values).
+
+    Raises:
+        ValueError: int8 with a `dim` that would leave the scales unaligned.
+    """
+    if dtype != torch.int8:
+        return (num_blocks, num_kv_heads, block_size, dim)
+    if dim % SCALE_BYTES:
+        raise ValueError(f"keys and values in int8 need a head dimension that is a multiple of 4, not {dim}")
+    return (num_blocks, num_kv_heads, block_size * head_bytes(dim, dtype))
+
+
+def block_size_of(cache: torch.Tensor, dim: int) -> int:
+    """Tokens of one block of a layer's keys or values."""
+    return cache.shape[2] // head_bytes(dim, torch.int8) if cache.dtype == torch.int8 else cache.shape[2]
+
+
+def numbers(cache: torch.Tensor, dim: int) -> torch.Tensor:
+    """View [num_blocks, num_kv_heads, block_size, dim] of what was stored; in int8 to be multiplied by `scales`."""
+    if cache.dtype != torch.int8:
+        return cache
+    return cache[..., : block_size_of(cache, dim) * dim].unflatten(2, (-1, dim))
+
+
+def scales(cache: torch.Tensor, dim: int) -> torch.Tensor:
+    """View float32 [num_blocks, num_kv_heads, block_size] of an int8 layer's scales."""
+    return cache[..., block_size_of(cache, dim) * dim :].view(torch.float32)
+
+
+def store_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Keep rows [n, num_kv_heads, dim] in `slots` (int64 [n], block * block_size + offset).
+
+    In int8 the greatest magnitude of each head of each row becomes 127; ties are rounded to even.
+    """
+    dim = rows.shape[2]
+    size = block_size_of(cache, dim)
+    blocks, offsets = slots // size, slots % size
+    if cache.dtype == torch.int8:
+        rows = rows.float()
+        top = rows.abs().amax(-1)
+        unit = torch.where(top > 0, 127.0 / top, 0.0)
+        scales(cache, dim)[blocks, :, offsets] = top / 127.0
+        rows = torch.round(rows * unit[..., None])
+    numbers(cache, dim)[blocks, :, offsets] = rows.to(cache.dtype)
+
+
+def load_rows(cache: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, dim: int) -> torch.Tensor:
+    """float32 [..., num_kv_heads, dim] of the tokens at (blocks, offsets), int64 tensors that broadcast together."""
+    rows = numbers(cache, dim)[blocks, :, offsets].float()
+    return rows * scales(cache, dim)[blocks, :, offsets][..., None] if cache.dtype == torch.int8 else rows
