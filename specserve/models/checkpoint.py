@@ -17,28 +17,35 @@ _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attent
 def fit_weights(
     weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], *, optional: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """The weights that a model of these parameter shapes takes.
+    """The weights that a model of these parameter shapes takes. Arguments and errors as for check_shapes."""
+    check_shapes({name: tuple(weight.shape) for name, weight in weights.items()}, shapes, optional=optional)
+    return {name: weights[name] for name in shapes}
+
+
+def check_shapes(
+    found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], *, optional: Collection[str] = ()
+) -> None:
+    """Whether a checkpoint has what a model of these parameter shapes takes.
 
     Args:
+        found: the checkpoint's tensors, name -> shape.
         shapes: parameter name -> shape.
         optional: names that the checkpoint may have in vain (the head of a model with tied embeddings).
 
     Raises:
         ModelLoadError: names what is missing, what is unexpected, and the first tensor of a wrong shape.
     """
-    missing = sorted(set(shapes) - set(weights))
-    extra = sorted(name for name in set(weights) - set(shapes) - set(optional) if not name.endswith(_COMPUTED))
+    missing = sorted(set(shapes) - set(found))
+    extra = sorted(name for name in set(found) - set(shapes) - set(optional) if not name.endswith(_COMPUTED))
     problems = [f"lacks {some(missing)}"] if missing else []
     problems += [f"has {some(extra)}, which this architecture does not have"] if extra else []
     if problems:
         raise ModelLoadError(f"model: the checkpoint {' and '.join(problems)}", param="model")
     for name, shape in shapes.items():
-        if tuple(weights[name].shape) != tuple(shape):
+        if found[name] != tuple(shape):
             raise ModelLoadError(
-                f"model: tensor {name} has the shape {tuple(weights[name].shape)}, not {tuple(shape)} as configured",
-                param="model",
+                f"model: tensor {name} has the shape {found[name]}, not {tuple(shape)} as configured", param="model"
             )
-    return {name: weights[name] for name in shapes}
 
 
 def some(names: list[str]) -> str:

@@ -9,13 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
+from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
 from specserve.core.errors import ModelLoadError
 from specserve.models.config import ModelConfig
 from specserve.models.gguf_file import GGUFFile, GGUFTensor
+from specserve.models.quantize import BF16, F32, Q4_0, Q4_1, Q8_0, Form, Rows
 
 Progress = Callable[[int, int, str], None]
 
@@ -43,6 +46,10 @@ _LAYER_NAMES = {
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
+# Of what is packed as it is, or is a float; all other types are dequantised.
+_FORMS = {
+    Type.F32: F32, Type.F16: F32, Type.BF16: BF16, Type.Q8_0: Q8_0, Type.Q4_0: Q4_0, Type.Q4_1: Q4_1,
+}  # fmt: skip
 # One piece of work of a thread, in elements: small enough to stay in cache, large enough for numpy's overhead.
 _CHUNK = 1 << 20
 
@@ -116,6 +123,35 @@ def gguf_weights(file: GGUFFile, dtype: torch.dtype, progress: Progress | None =
     return weights
 
 
+class GGUFTensors:
+    """The file's tensors under transformers' names, as packed_build.Tensors.
+
+    Raises:
+        ModelLoadError: a tensor that the architecture does not have; when it is read, a type that cannot be.
+    """
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        self._tensors = {hf_name(file, t.name): t for t in file.tensors.values() if t.name != _ROPE_FACTORS}
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def form(self, name: str) -> Form | None:
+        return _FORMS.get(self._tensors[name].kind)
+
+    def rows(self, name: str) -> Rows:
+        tensor = self._tensors[name]
+        form = _FORMS.get(tensor.kind)
+        if form is None:
+            return Rows.of(_dequantise(self._file, tensor, torch.float32))
+        data = torch.from_numpy(np.array(_in_order(self._file, tensor)))
+        if tensor.kind == Type.F16:
+            return Rows.of(data.view(torch.float16))
+        return Rows(form, tensor.shape[-1], data)
+
+    def vector(self, name: str) -> torch.Tensor:
+        return _dequantise(self._file, self._tensors[name], torch.float32)
+
+
 def hf_name(file: GGUFFile, name: str) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
@@ -132,11 +168,7 @@ def hf_name(file: GGUFFile, name: str) -> str:
 
 
 def _dequantise(file: GGUFFile, tensor: GGUFTensor, dtype: torch.dtype) -> torch.Tensor:
-    data = file.data(tensor)
-    heads = _permuted_heads(file, tensor.name)
-    if heads:
-        # Rows are whole blocks, so they may change places before they are dequantised.
-        data = data.reshape(heads, -1, 2, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+    data = _in_order(file, tensor)
     out = torch.empty(tensor.shape, dtype=dtype)
     rows = out.view(-1, tensor.shape[-1])
     step = max(1, _CHUNK // tensor.shape[-1])
@@ -152,6 +184,16 @@ def _dequantise(file: GGUFFile, tensor: GGUFTensor, dtype: torch.dtype) -> torch
             param="model",
         ) from None
     return out
+
+
+def _in_order(file: GGUFFile, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
+    """The tensor's bytes as file.data gives them, its rows in transformers' order."""
+    data = file.data(tensor)
+    heads = _permuted_heads(file, tensor.name)
+    if not heads:
+        return data
+    # Rows are whole blocks, and a bias is floats, so they may change places as they are.
+    return data.reshape(heads, -1, 2, tensor.num_bytes // tensor.shape[0]).swapaxes(1, 2).reshape(data.shape)
 
 
 def _permuted_heads(file: GGUFFile, name: str) -> int:

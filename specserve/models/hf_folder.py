@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 
 from specserve.core.errors import ModelLoadError
 from specserve.models.checkpoint import some
+from specserve.models.quantize import BF16, F32, Form, Rows
 
 Progress = Callable[[int, int, str], None]
 
@@ -44,25 +46,68 @@ def folder_weights(folder: Path, dtype: torch.dtype, progress: Progress | None =
     total, done = sum(shard.stat().st_size for shard in shards), 0
     weights: dict[str, torch.Tensor] = {}
     for shard, expected in shards.items():
-        try:
-            with safe_open(shard, framework="pt") as file:
-                held = set(file.keys())
-                lacking = sorted(expected - held)
-                if lacking:
-                    raise ModelLoadError(
-                        f"model: {shard} lacks {some(lacking)}, which {_INDEX} places there", param="model"
-                    )
-                for name in sorted(expected or held):
-                    tensor = file.get_tensor(name)
-                    weights[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-                    done += tensor.nbytes
-                    if progress is not None:
-                        progress(min(done, total), total, "weights")
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(
-                f"model: {shard} is damaged or was cut short ({_first_line(error)}); fetch it again", param="model"
-            ) from None
+        with _reading(shard), safe_open(shard, framework="pt") as file:
+            for name in _names(shard, file, expected):
+                tensor = file.get_tensor(name)
+                weights[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(min(done, total), total, "weights")
     return weights
+
+
+class FolderTensors:
+    """The folder's tensors, as packed_build.Tensors; each is read when it is asked for.
+
+    Raises:
+        ModelLoadError: as for folder_weights, also while tensors are read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, tuple[Path, Any]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for shard, expected in _shards(folder).items():
+            with _reading(shard):
+                file: Any = safe_open(shard, framework="pt")
+                for name in _names(shard, file, expected):
+                    self._files[name] = (shard, file)
+                    self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    def form(self, name: str) -> Form | None:
+        shard, file = self._files[name]
+        with _reading(shard):
+            return BF16 if file.get_slice(name).get_dtype() == "BF16" else F32
+
+    def rows(self, name: str) -> Rows:
+        return Rows.of(self._tensor(name))
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self._tensor(name).float()
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        shard, file = self._files[name]
+        with _reading(shard):
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def _reading(shard: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(
+            f"model: {shard} is damaged or was cut short ({_first_line(error)}); fetch it again", param="model"
+        ) from None
+
+
+def _names(shard: Path, file: Any, expected: set[str]) -> list[str]:
+    """The tensors to read of an opened shard."""
+    held = set(file.keys())
+    lacking = sorted(expected - held)
+    if lacking:
+        raise ModelLoadError(f"model: {shard} lacks {some(lacking)}, which {_INDEX} places there", param="model")
+    return sorted(expected or held)
 
 
 def _shards(folder: Path) -> dict[Path, set[str]]:
