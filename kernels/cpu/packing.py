@@ -13,14 +13,13 @@ from specserve.kernels.cpu.native import library
 if __name__.partition(".")[0] == "kernels":
     raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
 
-PANEL, HALF = 32, 16  # outputs; packed.h
+BLOCK = 32  # inputs that share a scale
 
 
 class Kind(IntEnum):
     """How a weight is stored; the numbers are packed.h's.
 
-    Q8 is GGUF's Q8_0 (with blocks of 64 inputs as well): w = scale * q. Q4_0 is w = scale * (q - 8), Q4_1 is
-    w = scale * q + least.
+    Q8, Q4_0 and Q4_1 are GGUF's Q8_0, Q4_0 and Q4_1: w = scale * q, scale * (q - 8), scale * q + least.
     """
 
     F32 = 0
@@ -44,101 +43,90 @@ class PackedWeights:
     Attributes:
         kind: of W.
         n, k: outputs and inputs.
-        block: inputs that share a scale: 32 or 64 for Q8, 32 for Q4_0 and Q4_1, 0 for floats.
-        data: uint8 [packed_bytes(kind, n, k, block)], as packed.h says.
+        data: uint8 [packed_bytes(kind, n, k)], as packed.h says.
         bias: float32 [n] or None.
     """
 
     kind: Kind
     n: int
     k: int
-    block: int
     data: torch.Tensor
     bias: torch.Tensor | None = None
 
+    @property
+    def block(self) -> int:
+        """Inputs that share a scale; 0 for floats."""
+        return _block(self.kind)
+
     def dequantise(self) -> torch.Tensor:
-        """W as float32 [n, k]: scale * q, plus the least, each computed in float32."""
-        panels = -(-self.n // PANEL)
-        if self.kind is Kind.F32:
-            whole = self.data.view(torch.float32).view(panels, self.k, PANEL).transpose(1, 2)
-        elif self.kind is Kind.BF16:
-            pairs = self.data.view(torch.bfloat16).view(panels, self.k // 32, 2, 16, HALF, 2)
-            whole = pairs.permute(0, 2, 4, 1, 3, 5).float()
-        else:
-            whole = _blocks_to_rows(self.kind, self.data.view(panels, self.k // self.block, -1), self.block)
-        return whole.reshape(panels * PANEL, self.k)[: self.n]
+        """W as float32 [n, k]: scale * q, plus the least, each rounded to float32."""
+        out = torch.empty(self.n, self.k)
+        _library().ss_unpack(
+            self.kind, self.n, self.k, self.block, self.data.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        )
+        return out
 
 
-def row_bytes(kind: Kind, k: int, block: int) -> int:
+def layout() -> str:
+    """How the library in use lays out quantised weights; one that lays them out otherwise cannot read them."""
+    return str(_library().ss_layout().decode())
+
+
+def row_bytes(kind: Kind, k: int) -> int:
     """Bytes of one row of k inputs as files hold it."""
     if kind in DTYPES:
         return k * DTYPES[kind].itemsize
-    return k // block * {Kind.Q8: 2 + block, Kind.Q4_0: 18, Kind.Q4_1: 20}[kind]
+    return k // BLOCK * {Kind.Q8: 34, Kind.Q4_0: 18, Kind.Q4_1: 20}[kind]
 
 
-def packed_bytes(kind: Kind, n: int, k: int, block: int) -> int:
+def packed_bytes(kind: Kind, n: int, k: int) -> int:
     """Bytes of the packed layer; 0 where the kernels do not take the shape, or where there are no kernels."""
     lib = library()
-    return int(lib.ss_packed_bytes(kind, n, k, block)) if lib is not None else 0
+    return int(lib.ss_packed_bytes(kind, n, k, _block(kind))) if lib is not None else 0
 
 
-def pack_rows(kind: Kind, k: int, block: int, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill `out`, uint8 [packed_bytes(...)], from rows uint8 [n, row_bytes(kind, k, block)], both contiguous."""
+def pack_rows(kind: Kind, k: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill `out`, uint8 [packed_bytes(kind, n, k)], from rows uint8 [n, row_bytes(kind, k)], both contiguous."""
     n = rows.shape[0]
-    size = packed_bytes(kind, n, k, block)
-    if not size or out.numel() != size or rows.numel() != n * row_bytes(kind, k, block):
-        raise ValueError(f"{kind.name} [{n}, {k}] in blocks of {block} does not fit {rows.numel()} and {out.numel()}")
+    size = packed_bytes(kind, n, k)
+    if not size or out.numel() != size or rows.numel() != n * row_bytes(kind, k):
+        raise ValueError(f"{kind.name} [{n}, {k}] does not fit {rows.numel()} bytes of rows and {out.numel()} packed")
     assert rows.is_contiguous()
     assert out.is_contiguous()
-    _library().ss_pack(kind, n, k, block, rows.data_ptr(), out.data_ptr(), torch.get_num_threads())
+    _library().ss_pack(kind, n, k, _block(kind), rows.data_ptr(), out.data_ptr(), torch.get_num_threads())
 
 
-def quantise_rows(kind: Kind, x: torch.Tensor, block: int) -> torch.Tensor:
-    """x float32 [n, k] -> rows uint8 [n, row_bytes] of kind Q8 (blocks of 32 or 64 inputs) or Q4_1 (32)."""
+def quantise_rows(kind: Kind, x: torch.Tensor) -> torch.Tensor:
+    """x float32 [n, k] -> rows uint8 [n, row_bytes(kind, k)] of kind Q8 or Q4_1; k is a multiple of 32."""
     n, k = x.shape
-    if kind not in (Kind.Q8, Kind.Q4_1) or k % block or block not in ((32, 64) if kind is Kind.Q8 else (32,)):
-        raise ValueError(f"{kind.name} in blocks of {block} is not for [{n}, {k}]")
+    if kind not in (Kind.Q8, Kind.Q4_1) or k % BLOCK or x.dtype != torch.float32:
+        raise ValueError(f"{kind.name} is not for {x.dtype} [{n}, {k}]")
     x = x.contiguous()
-    assert x.dtype == torch.float32
-    rows = torch.empty(n, row_bytes(kind, k, block), dtype=torch.uint8)
-    _library().ss_quantise_rows(kind, n, k, block, x.data_ptr(), rows.data_ptr(), torch.get_num_threads())
+    rows = torch.empty(n, row_bytes(kind, k), dtype=torch.uint8)
+    _library().ss_quantise_rows(kind, n, k, BLOCK, x.data_ptr(), rows.data_ptr(), torch.get_num_threads())
     return rows
 
 
-def dequantise_rows(kind: Kind, rows: torch.Tensor, k: int, block: int) -> torch.Tensor:
-    """Rows uint8 [n, row_bytes] -> float32 [n, k], as PackedWeights.dequantise does."""
+def dequantise_rows(kind: Kind, rows: torch.Tensor, k: int) -> torch.Tensor:
+    """Rows uint8 [n, row_bytes(kind, k)] -> float32 [n, k], as PackedWeights.dequantise."""
     n = rows.shape[0]
     if kind in DTYPES:
         return rows.contiguous().view(DTYPES[kind]).view(n, k).float()
-    blocks = rows.reshape(n, k // block, -1)
+    blocks = rows.reshape(n, k // BLOCK, -1)
     numbers = 2 if kind is Kind.Q4_1 else 1
     halves = blocks[..., : 2 * numbers].contiguous().view(torch.float16).float()
     body = blocks[..., 2 * numbers :].contiguous()
     q = body.view(torch.int8).float() if kind is Kind.Q8 else torch.cat((body & 15, body >> 4), dim=-1).float()
-    return _grid(kind, q, halves[..., 0:1], halves[..., 1:2]).reshape(n, k)
-
-
-def _blocks_to_rows(kind: Kind, blocks: torch.Tensor, block: int) -> torch.Tensor:
-    """[panels, k / block, block_bytes] -> float32 [panels, 32 outputs, k / block, block]."""
-    panels, count, _ = blocks.shape
-    numbers = 2 if kind is Kind.Q4_1 else 1
-    head = 2 * PANEL * numbers
-    halves = blocks[..., :head].contiguous().view(torch.float16).float().view(panels, count, numbers, PANEL)
-    halves = halves.permute(2, 0, 3, 1).unsqueeze(-1)  # [numbers, panels, outputs, blocks, 1]
-    body = blocks[..., head:].contiguous()
-    if kind is Kind.Q8:
-        q = body.view(torch.int8).view(panels, count, 2, block // 4, HALF, 4)
-    else:
-        nibbles = body.view(panels, count, block // 4, HALF, 4)
-        q = torch.stack((nibbles & 15, nibbles >> 4), dim=2)
-    q = q.permute(0, 2, 4, 1, 3, 5).reshape(panels, PANEL, count, block).float()
-    return _grid(kind, q, halves[0], halves[-1])
-
-
-def _grid(kind: Kind, q: torch.Tensor, scale: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     if kind is Kind.Q4_0:
-        return scale * (q - 8)
-    return scale * q + least if kind is Kind.Q4_1 else scale * q
+        q -= 8
+    q *= halves[..., :1]
+    if kind is Kind.Q4_1:
+        q += halves[..., 1:]
+    return q.view(n, k)
+
+
+def _block(kind: Kind) -> int:
+    return BLOCK if kind.quantised else 0
 
 
 def _library() -> ctypes.CDLL:

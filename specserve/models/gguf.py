@@ -16,9 +16,10 @@ from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
 from specserve.core.errors import ModelLoadError
+from specserve.kernels.cpu.packing import Kind
 from specserve.models.config import ModelConfig
 from specserve.models.gguf_file import GGUFFile, GGUFTensor
-from specserve.models.quantize import BF16, F32, Q4_0, Q4_1, Q8_0, Form, Rows
+from specserve.models.quantize import Rows
 
 Progress = Callable[[int, int, str], None]
 
@@ -47,9 +48,14 @@ _LAYER_NAMES = {
 _ROPE_FACTORS = "rope_freqs.weight"
 _ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
 # Of what is packed as it is, or is a float; all other types are dequantised.
-_FORMS = {
-    Type.F32: F32, Type.F16: F32, Type.BF16: BF16, Type.Q8_0: Q8_0, Type.Q4_0: Q4_0, Type.Q4_1: Q4_1,
-}  # fmt: skip
+_KINDS = {
+    Type.F32: Kind.F32,
+    Type.F16: Kind.F32,
+    Type.BF16: Kind.BF16,
+    Type.Q8_0: Kind.Q8,
+    Type.Q4_0: Kind.Q4_0,
+    Type.Q4_1: Kind.Q4_1,
+}
 # One piece of work of a thread, in elements: small enough to stay in cache, large enough for numpy's overhead.
 _CHUNK = 1 << 20
 
@@ -135,18 +141,18 @@ class GGUFTensors:
         self._tensors = {hf_name(file, t.name): t for t in file.tensors.values() if t.name != _ROPE_FACTORS}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def form(self, name: str) -> Form | None:
-        return _FORMS.get(self._tensors[name].kind)
+    def kind(self, name: str) -> Kind | None:
+        return _KINDS.get(self._tensors[name].kind)
 
     def rows(self, name: str) -> Rows:
         tensor = self._tensors[name]
-        form = _FORMS.get(tensor.kind)
-        if form is None:
+        kind = _KINDS.get(tensor.kind)
+        if kind is None:
             return Rows.of(_dequantise(self._file, tensor, torch.float32))
         data = torch.from_numpy(np.array(_in_order(self._file, tensor)))
         if tensor.kind == Type.F16:
             return Rows.of(data.view(torch.float16))
-        return Rows(form, tensor.shape[-1], data)
+        return Rows(kind, tensor.shape[-1], data)
 
     def vector(self, name: str) -> torch.Tensor:
         return _dequantise(self._file, self._tensors[name], torch.float32)

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from specserve.core.errors import ModelLoadError
+from specserve.kernels.cpu.packing import Kind
 from specserve.models.checkpoint import some
-from specserve.models.quantize import BF16, F32, Form, Rows
+from specserve.models.quantize import Rows
 
 Progress = Callable[[int, int, str], None]
 
@@ -73,10 +74,10 @@ class FolderTensors:
                     self._files[name] = (shard, file)
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
-    def form(self, name: str) -> Form | None:
+    def kind(self, name: str) -> Kind | None:
         shard, file = self._files[name]
         with _reading(shard):
-            return BF16 if file.get_slice(name).get_dtype() == "BF16" else F32
+            return Kind.BF16 if file.get_slice(name).get_dtype() == "BF16" else Kind.F32
 
     def rows(self, name: str) -> Rows:
         return Rows.of(self._tensor(name))

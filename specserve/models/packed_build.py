@@ -23,7 +23,7 @@ from specserve.models.packing import (
     layer_matrices,
     layer_norms,
 )
-from specserve.models.quantize import BF16, F32, Q4_0, Q8_0, Form, Rows, common, convert, wanted
+from specserve.models.quantize import FLOATS, Rows, common, convert, wanted
 
 Progress = Callable[[int, int, str], None]
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Tensors(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def form(self, name: str) -> Form | None:
+    def kind(self, name: str) -> Kind | None:
         """Of a matrix's rows; None for a type that `rows` dequantises."""
 
     def rows(self, name: str) -> Rows:
@@ -59,32 +59,32 @@ def plan(config: ModelConfig, tensors: Tensors, mode: str, dtype: torch.dtype) -
     entries: list[Entry] = []
     mixed: list[str] = []
 
-    def add(name: str, form: Form, n: int, k: int, nbytes: int) -> None:
+    def add(name: str, kind: Kind, n: int, k: int, nbytes: int) -> None:
         end = entries[-1].offset + entries[-1].nbytes if entries else 0
-        entries.append(Entry(name, form, n, k, -(-end // ALIGNMENT) * ALIGNMENT, nbytes))
+        entries.append(Entry(name, kind, n, k, -(-end // ALIGNMENT) * ALIGNMENT, nbytes))
 
     def vector(name: str, n: int) -> None:
-        add(name, F32, n, 0, 4 * n)
+        add(name, Kind.F32, n, 0, 4 * n)
 
-    def packed(name: str, form: Form, n: int, k: int) -> None:
-        add(name, form, n, k, packing.packed_bytes(form.kind, n, k, form.block))
+    def packed(name: str, kind: Kind, n: int, k: int) -> None:
+        add(name, kind, n, k, packing.packed_bytes(kind, n, k))
 
     hidden, vocab = config.hidden_size, config.vocab_size
-    table = _embedding_form(tensors.form(f"{EMBEDDING}.weight"), mode, dtype, hidden)
-    add("embedding", table, vocab, hidden, vocab * packing.row_bytes(table.kind, hidden, table.block))
+    table = _embedding_kind(tensors.kind(f"{EMBEDDING}.weight"), mode, dtype)
+    add("embedding", table, vocab, hidden, vocab * packing.row_bytes(table, hidden))
     for index in range(config.num_layers):
         for matrix in layer_matrices(config):
             name = f"layers.{index}.{matrix.name}"
-            form, exact = _matrix_form(tensors, f"model.layers.{index}", matrix, mode, dtype)
+            kind, exact = _matrix_kind(tensors, f"model.layers.{index}", matrix, mode, dtype)
             mixed += [] if exact else [name]
-            packed(name, form, sum(matrix.sizes), matrix.k)
+            packed(name, kind, sum(matrix.sizes), matrix.k)
             if matrix.bias:
                 vector(f"{name}.bias", sum(matrix.sizes))
         for norm, (_, size) in layer_norms(config).items():
             vector(f"layers.{index}.{norm}", size)
     vector("norm", hidden)
     head = EMBEDDING if config.tie_word_embeddings else HEAD
-    packed("head", wanted(tensors.form(f"{head}.weight"), mode, dtype, hidden, table=True), vocab, hidden)
+    packed("head", wanted(tensors.kind(f"{head}.weight"), mode, dtype, table=True), vocab, hidden)
     if mixed:
         log.info("parts of different types are requantised to q8 to be one matrix: %s", ", ".join(mixed))
     taken = all(entry.nbytes for entry in entries)
@@ -102,12 +102,12 @@ def fill(config: ModelConfig, tensors: Tensors, layout: Layout, progress: Progre
         if entry.k == 0 or name == "embedding":
             out.copy_(joined.contiguous().view(torch.uint8).view(-1))
         else:
-            packing.pack_rows(entry.form.kind, entry.k, entry.form.block, joined, out)
+            packing.pack_rows(entry.kind, entry.k, joined, out)
         if progress is not None:
             progress(entry.offset + entry.nbytes, layout.nbytes, "weights")
 
     def rows(name: str, tensor: str) -> torch.Tensor:
-        return convert(tensors.rows(tensor), entries[name].form).data
+        return convert(tensors.rows(tensor), entries[name].kind).data
 
     write("embedding", rows("embedding", f"{EMBEDDING}.weight"))
     for index in range(config.num_layers):
@@ -125,14 +125,14 @@ def fill(config: ModelConfig, tensors: Tensors, layout: Layout, progress: Progre
     return memory
 
 
-def _matrix_form(tensors: Tensors, at: str, matrix: Matrix, mode: str, dtype: torch.dtype) -> tuple[Form, bool]:
-    """The form of a matrix, and whether all of its parts come to it without more loss than asked for."""
-    return common([wanted(tensors.form(f"{at}.{stem}.weight"), mode, dtype, matrix.k) for stem in matrix.stems])
+def _matrix_kind(tensors: Tensors, at: str, matrix: Matrix, mode: str, dtype: torch.dtype) -> tuple[Kind, bool]:
+    """The kind of a matrix, and whether all of its parts come to it without more loss than asked for."""
+    return common([wanted(tensors.kind(f"{at}.{stem}.weight"), mode, dtype) for stem in matrix.stems])
 
 
-def _embedding_form(form: Form | None, mode: str, dtype: torch.dtype, hidden: int) -> Form:
+def _embedding_kind(kind: Kind | None, mode: str, dtype: torch.dtype) -> Kind:
     """Floats or q8, one of which every row can be read as."""
-    want = wanted(form, mode, dtype, hidden, table=True)
-    if not want.kind.quantised or want.kind is Kind.Q8:
-        return want
-    return Q8_0 if want == Q4_0 else BF16  # Q4_0 is q8 without loss; Q4_1 loses less as bfloat16
+    want = wanted(kind, mode, dtype, table=True)
+    if want is Kind.Q4_0:
+        return Kind.Q8  # without loss
+    return FLOATS[dtype] if want is Kind.Q4_1 else want  # which loses more as q8

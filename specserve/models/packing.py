@@ -13,7 +13,7 @@ import torch
 from specserve.kernels.cpu import packing
 from specserve.kernels.cpu.packing import Kind, PackedWeights
 from specserve.models.config import ModelConfig
-from specserve.models.quantize import Form
+from specserve.models.quantize import LABELS
 
 INTERLEAVE = 16  # rows of gate, then so many of up: a panel of 32 outputs holds both
 EMBEDDING, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm"
@@ -25,21 +25,17 @@ class PackedEmbedding:
 
     Attributes:
         kind: F32, BF16 or Q8.
-        rows: float32 or bfloat16 [vocab, hidden], or uint8 [vocab, hidden / block * (2 + block)] of Q8 blocks.
-        block: inputs that share a scale; 0 for floats.
+        rows: float32 or bfloat16 [vocab, hidden], or uint8 [vocab, hidden / 32 * 34] of Q8 blocks.
     """
 
     kind: Kind
     rows: torch.Tensor
-    block: int
 
     def dequantise(self) -> torch.Tensor:
         """float32 [vocab, hidden]."""
         if self.kind is not Kind.Q8:
             return self.rows.float()
-        return packing.dequantise_rows(
-            self.kind, self.rows, self.rows.shape[1] // (2 + self.block) * self.block, self.block
-        )
+        return packing.dequantise_rows(self.kind, self.rows, self.rows.shape[1] // 34 * packing.BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,7 @@ class PackedModel:
     def kinds(self) -> str:
         """Such as "q4_1+q8_0": the kinds of the layers' matrices, then the head's where it is another."""
         layers = [w for layer in self.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return "+".join(dict.fromkeys(Form(Kind(w.kind), w.block).label for w in [*layers, self.head]))
+        return "+".join(dict.fromkeys(LABELS[w.kind] for w in [*layers, self.head]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,7 @@ class Matrix:
     def separated(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The inverse of `joined`."""
         if not self.interleaved:
-            return list(torch.split(whole, self.sizes))
+            return list(torch.split(whole, list(self.sizes)))
         groups = whole.view(-1, 2, INTERLEAVE, *whole.shape[1:])
         return [groups[:, i].flatten(0, 1) for i in range(2)]
 
@@ -146,13 +142,13 @@ class Entry:
 
     Attributes:
         name: such as "layers.3.qkv", "layers.3.qkv.bias", "layers.3.input_norm", "embedding", "norm", "head".
-        form: of the matrix; float32 for vectors.
+        kind: of the matrix; F32 for vectors.
         n, k: outputs and inputs; k is 0 for vectors.
         offset, nbytes: in the memory.
     """
 
     name: str
-    form: Form
+    kind: Kind
     n: int
     k: int
     offset: int
@@ -179,9 +175,7 @@ def assemble(config: ModelConfig, layout: Layout, memory: torch.Tensor) -> Packe
 
     def packed(name: str) -> PackedWeights:
         entry, bias = entries[name], f"{name}.bias"
-        return PackedWeights(
-            entry.form.kind, entry.n, entry.k, entry.form.block, data(name), vector(bias) if bias in entries else None
-        )
+        return PackedWeights(entry.kind, entry.n, entry.k, data(name), vector(bias) if bias in entries else None)
 
     def layer(i: int) -> PackedLayer:
         at = f"layers.{i}"
@@ -198,10 +192,10 @@ def assemble(config: ModelConfig, layout: Layout, memory: torch.Tensor) -> Packe
         )
 
     table = entries["embedding"]
-    rows = data("embedding").view(packing.DTYPES.get(table.form.kind, torch.uint8)).view(table.n, -1)
+    rows = data("embedding").view(packing.DTYPES.get(table.kind, torch.uint8)).view(table.n, -1)
     return PackedModel(
         config=config,
-        embedding=PackedEmbedding(table.form.kind, rows, table.form.block),
+        embedding=PackedEmbedding(table.kind, rows),
         layers=[layer(i) for i in range(config.num_layers)],
         norm=vector("norm"),
         head=packed("head"),
