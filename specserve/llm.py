@@ -108,7 +108,7 @@ class LLM:
         model: str = "demo",
         *,
         dtype: str = "bfloat16",
-        quantization: str | None = None,
+        quantization: str = "auto",
         speculation: Mapping[str, Any] | SpeculationConfig | str | None = SUFFIX,
         kv_memory: str | int = "2GiB",
         block_size: int = 16,

@@ -11,7 +11,9 @@ API_KEY = "SPECSERVE_API_KEY"
 
 Model = Annotated[str | None, typer.Option(help='"demo", a Hugging Face folder, a GGUF file or a hub name.')]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16.")]
-Quantization = Annotated[str | None, typer.Option(help="Reserved; quantised execution is not built yet.")]
+Quantization = Annotated[
+    str | None, typer.Option(help="Of weights: auto (a quantised GGUF file's own blocks, else none), none, q8 or q4.")
+]
 Speculation = Annotated[
     str | None,
     typer.Option(help='"off", or JSON such as {"methods": ["draft_model"], "model": "path"}.', metavar="JSON|off"),

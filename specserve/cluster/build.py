@@ -56,14 +56,18 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     draft_name = speculation.model if speculation is not None else None
     if draft_name is not None:  # a name that is wrong is told before the target is loaded
         _draft_errors(lambda: resolve(draft_name, weights=False, progress=progress))
-    target = load_model(config.model, dtype=config.dtype, numerics=config.numerics, progress=progress)
+    target = _load(config, config.model, progress)
     draft = None
     if draft_name is not None:
-        draft = _draft_errors(
-            lambda: load_model(draft_name, dtype=config.dtype, numerics=config.numerics, progress=progress)
-        )
+        draft = _draft_errors(lambda: _load(config, draft_name, progress))
         check_pair(target.tokenizer, draft.tokenizer, draft.info)
     return assemble(config, target, draft, progress)
+
+
+def _load(config: EngineConfig, name: str, progress: Progress | None) -> LoadedModel:
+    return load_model(
+        name, dtype=config.dtype, numerics=config.numerics, quantization=config.quantization, progress=progress
+    )
 
 
 def assemble(

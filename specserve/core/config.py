@@ -12,6 +12,7 @@ from typing import Any
 from specserve.core.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
+QUANTIZATION = ("auto", "none", "q8", "q4")
 NUMERICS = ("invariant", "fast")
 METHODS = ("suffix", "draft_model")
 PREEMPTION = ("auto", "swap", "recompute")
@@ -112,7 +113,9 @@ class EngineConfig:
     Attributes:
         model: "demo", a Hugging Face folder, a GGUF file or a hub name.
         dtype: of weights, activations and KV.
-        quantization: None; quantised execution is not built yet.
+        quantization: of weights, also the draft model's. "auto" keeps the blocks of a quantised GGUF file and runs
+            everything else in dtype, "none" dequantises to dtype, "q8" and "q4" quantise what is not that already (q4
+            leaves embedding and head in q8). dtype "float32" takes "auto" for "none".
         numerics: "invariant" (rows never depend on the batch) or "fast".
         kv_memory: bytes for target and draft KV together.
         block_size: tokens a KV block.
@@ -131,7 +134,7 @@ class EngineConfig:
 
     model: str = "demo"
     dtype: str = "bfloat16"
-    quantization: str | None = None
+    quantization: str = "auto"
     numerics: str = "invariant"
     speculation: SpeculationConfig | None = field(default_factory=SpeculationConfig)
     kv_memory: int = 2 * 2**30
@@ -151,9 +154,11 @@ class EngineConfig:
             raise ConfigError('model: must be "demo", a folder, a GGUF file or a hub name', param="model")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("numerics", self.numerics, NUMERICS)
-        if self.quantization is not None:
+        _one_of("quantization", self.quantization, QUANTIZATION)
+        if self.dtype == "float32" and self.quantization in ("q8", "q4"):
             raise ConfigError(
-                f"quantization: {self.quantization!r} is not supported yet; leave it out", param="quantization"
+                f'quantization: {self.quantization!r} runs in bfloat16; leave out dtype "float32", or quantization',
+                param="quantization",
             )
         object.__setattr__(self, "kv_memory", parse_bytes(self.kv_memory))
         _whole("block_size", self.block_size, 1, 256)

@@ -78,7 +78,8 @@ class ModelConfig:
             windows=_windows(config),
         )
 
-    def info(self, dtype: torch.dtype, name: str) -> ModelInfo:
+    def info(self, dtype: torch.dtype, name: str, weights: str = "") -> ModelInfo:
+        """What others may know; `weights` is dtype's name where it is not given."""
         return ModelInfo(
             num_layers=self.num_layers,
             num_heads=self.num_heads,
@@ -89,6 +90,7 @@ class ModelConfig:
             max_position=self.max_position,
             dtype=dtype,
             name=name,
+            weights=weights or str(dtype).removeprefix("torch."),
         )
 
 

@@ -19,6 +19,7 @@ from specserve.core.errors import ModelLoadError
 from specserve.kernels.cpu.packing import Kind
 from specserve.models.config import ModelConfig
 from specserve.models.gguf_file import GGUFFile, GGUFTensor
+from specserve.models.packed_cache import Source
 from specserve.models.quantize import Rows
 
 Progress = Callable[[int, int, str], None]
@@ -140,6 +141,10 @@ class GGUFTensors:
         self._file = file
         self._tensors = {hf_name(file, t.name): t for t in file.tensors.values() if t.name != _ROPE_FACTORS}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def source(self) -> Source:
+        """What a packed model of them is made from."""
+        return Source.of(self._file.path, [self._file.path], [self._file.header()])
 
     def kind(self, name: str) -> Kind | None:
         return _KINDS.get(self._tensors[name].kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoConfig
 from specserve.core.errors import ModelLoadError
 from specserve.kernels.cpu.packing import Kind
 from specserve.models.checkpoint import some
+from specserve.models.packed_cache import Source
 from specserve.models.quantize import Rows
 
 Progress = Callable[[int, int, str], None]
@@ -65,6 +67,7 @@ class FolderTensors:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._files: dict[str, tuple[Path, Any]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for shard, expected in _shards(folder).items():
@@ -73,6 +76,12 @@ class FolderTensors:
                 for name in _names(shard, file, expected):
                     self._files[name] = (shard, file)
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    def source(self) -> Source:
+        """What a packed model of them is made from."""
+        shards = sorted({shard for shard, _ in self._files.values()})
+        headers = [(self._folder / "config.json").read_bytes(), *(_header(shard) for shard in shards)]
+        return Source.of(self._folder, shards, headers)
 
     def kind(self, name: str) -> Kind | None:
         shard, file = self._files[name]
@@ -100,6 +109,13 @@ def _reading(shard: Path) -> Iterator[None]:
         raise ModelLoadError(
             f"model: {shard} is damaged or was cut short ({_first_line(error)}); fetch it again", param="model"
         ) from None
+
+
+def _header(shard: Path) -> bytes:
+    """What safetensors says of the tensors: u64 length, JSON."""
+    with shard.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return file.read(length)
 
 
 def _names(shard: Path, file: Any, expected: set[str]) -> list[str]:

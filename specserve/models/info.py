@@ -14,8 +14,9 @@ class ModelInfo:
     Attributes:
         vocab_size: width of the logits; may be larger than the tokenizer's vocabulary (padding rows).
         max_position: positions that the model supports; a context holds at most so many tokens.
-        dtype: of weights, activations and KV.
+        dtype: of activations and KV, and of weights that are not quantised.
         name: as the user named the model.
+        weights: what the linear layers run on, such as "bfloat16" or "q4_1+q8_0" (layers + head).
     """
 
     num_layers: int
@@ -27,6 +28,7 @@ class ModelInfo:
     max_position: int
     dtype: torch.dtype
     name: str
+    weights: str = ""
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of K and V of all layers for one block of `block_size` tokens."""

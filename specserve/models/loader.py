@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
+from specserve.core.config import QUANTIZATION
 from specserve.core.errors import ModelLoadError
-from specserve.models.checkpoint import family_shapes, fit_weights
+from specserve.kernels.cpu.native import library
+from specserve.models.batch import ForwardBatch
+from specserve.models.checkpoint import check_shapes, family_shapes, fit_weights
 from specserve.models.config import ModelConfig, unsupported
-from specserve.models.gguf import gguf_model_config, gguf_weights
+from specserve.models.gguf import GGUFTensors, gguf_model_config, gguf_weights
 from specserve.models.gguf_file import GGUFFile
 from specserve.models.gguf_tokenizer import gguf_tokenizer
 from specserve.models.hf import TransformersModel
-from specserve.models.hf_folder import folder_config, folder_weights
+from specserve.models.hf_folder import FolderTensors, folder_config, folder_weights
 from specserve.models.info import ModelInfo
+from specserve.models.kv_cache import PagedKVCache
 from specserve.models.llama import LlamaFamily
+from specserve.models.packed_build import Tensors, fill, plan
+from specserve.models.packed_cache import cached
+from specserve.models.packing import PackedModel, assemble
 from specserve.models.source import ModelSource, resolve
 from specserve.models.tokenizer import Tokenizer, folder_tokenizer
 
@@ -28,22 +37,44 @@ _HEAD = "lm_head.weight"
 _log = logging.getLogger(__name__)
 
 
+class Model(Protocol):
+    """Rows in, logits out: LlamaFamily, NativeLlama or TransformersModel."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run, and its tokenizer."""
+    """A model that is ready to run, and its tokenizer. `info.weights` says what its linear layers run on."""
 
-    model: LlamaFamily | TransformersModel
+    model: Model
     tokenizer: Tokenizer
     info: ModelInfo
 
 
-def load_model(name: str, *, dtype: str, numerics: str, progress: Progress | None = None) -> LoadedModel:
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a model is loaded; see load_model."""
+
+    dtype: torch.dtype
+    numerics: str
+    quantization: str
+    progress: Progress | None
+
+
+def load_model(
+    name: str, *, dtype: str, numerics: str, quantization: str = "auto", progress: Progress | None = None
+) -> LoadedModel:
     """Load a model with its tokenizer.
 
     Args:
         name: "demo", a folder in Hugging Face format, a GGUF file, or a hub name "org/name[@revision]".
-        dtype: "float32" or "bfloat16", of weights, activations and KV.
+        dtype: "float32" or "bfloat16", of activations and KV, and of weights that are not quantised.
         numerics: "invariant" or "fast".
+        quantization: "auto", "none", "q8" or "q4"; see EngineConfig. What runs is in the result's `info.weights`.
         progress: called with (bytes done, bytes in all, what).
 
     Raises:
@@ -51,10 +82,31 @@ def load_model(name: str, *, dtype: str, numerics: str, progress: Progress | Non
     """
     if dtype not in DTYPES:
         raise ModelLoadError(f"model: dtype {dtype!r} is not one of {', '.join(DTYPES)}", param="dtype")
+    if quantization not in QUANTIZATION:
+        known = ", ".join(QUANTIZATION)
+        raise ModelLoadError(f"quantization: {quantization!r} is not one of {known}", param="quantization")
+    options = Options(DTYPES[dtype], numerics, quantization, progress)
     source = resolve(name, progress=progress)
-    if source.kind == "gguf":
-        return _load_gguf(source, DTYPES[dtype], numerics, progress)
-    return _load_folder(source, DTYPES[dtype], numerics, progress)
+    loaded = _load_gguf(source, options) if source.kind == "gguf" else _load_folder(source, options)
+    _log.info("%s: weights %s, activations and KV %s", name, loaded.info.weights, dtype)
+    return loaded
+
+
+def packed_model(
+    config: ModelConfig, tensors: Tensors, dtype: torch.dtype, quantization: str, progress: Progress | None = None
+) -> PackedModel | None:
+    """The model for the native forward, from the cache where it is there; None where the kernels do not take it.
+
+    Args:
+        dtype: bfloat16 or float32, of what is not quantised.
+        quantization: "auto", "none", "q8" or "q4".
+    """
+    layout = plan(config, tensors, quantization, dtype)
+    if layout is None:
+        return None
+    variant = f"{quantization} {dtype}"
+    memory = cached(tensors.source(), variant, layout, lambda: fill(config, tensors, layout, progress), progress)
+    return assemble(config, layout, memory)
 
 
 def load_tokenizer(name: str, progress: Progress | None = None) -> Tokenizer:
@@ -73,37 +125,67 @@ def model_context(name: str) -> int:
     return int(folder_config(source.path).max_position_embeddings)
 
 
-def _load_gguf(source: ModelSource, dtype: torch.dtype, numerics: str, progress: Progress | None) -> LoadedModel:
+def _load_gguf(source: ModelSource, options: Options) -> LoadedModel:
     file = GGUFFile(source.path)
     config = gguf_model_config(file)
     tokenizer = gguf_tokenizer(file, source.name)
-    return _family(source.name, config, gguf_weights(file, dtype, progress), tokenizer, dtype, numerics)
+    read = partial(gguf_weights, file, options.dtype, options.progress)
+    return _family(source.name, config, GGUFTensors(file), read, tokenizer, options)
 
 
-def _load_folder(source: ModelSource, dtype: torch.dtype, numerics: str, progress: Progress | None) -> LoadedModel:
+def _load_folder(source: ModelSource, options: Options) -> LoadedModel:
     hf_config: Any = folder_config(source.path)
     tokenizer = folder_tokenizer(source.path, source.name)
     reason = unsupported(hf_config)
     if reason is not None:
-        _log.info("%s: %s; running it through transformers", source.name, reason)
-        model = TransformersModel.from_folder(source.path, dtype, numerics, source.name, progress)
-        return LoadedModel(model, _fitting(tokenizer, model.info), model.info)
+        _log.info("%s: %s; running it through transformers in %s", source.name, reason, options.dtype)
+        model = TransformersModel.from_folder(
+            source.path, options.dtype, options.numerics, source.name, options.progress
+        )
+        return _loaded(model, tokenizer, str(options.dtype).removeprefix("torch."))
     config = ModelConfig.from_hf(hf_config)
-    return _family(source.name, config, folder_weights(source.path, dtype, progress), tokenizer, dtype, numerics)
+    read = partial(folder_weights, source.path, options.dtype, options.progress)
+    return _family(source.name, config, FolderTensors(source.path), read, tokenizer, options)
 
 
 def _family(
     name: str,
     config: ModelConfig,
-    weights: dict[str, torch.Tensor],
+    tensors: Tensors,
+    read: Callable[[], dict[str, torch.Tensor]],
     tokenizer: Tokenizer,
-    dtype: torch.dtype,
-    numerics: str,
+    options: Options,
 ) -> LoadedModel:
+    """On the native forward where that is possible; else in torch, from weights that `read` gives in options.dtype."""
     # A checkpoint of a model with tied embeddings may carry its head all the same.
-    weights = fit_weights(weights, family_shapes(config), optional=(_HEAD,))
-    model = LlamaFamily(config, weights, numerics, name=name)
-    return LoadedModel(model, _fitting(tokenizer, model.info), model.info)
+    shapes = family_shapes(config)
+    check_shapes(tensors.shapes, shapes, optional=(_HEAD,))
+    native = native_class(config, options.dtype)
+    packed = None
+    if native is not None:
+        packed = packed_model(config, tensors, options.dtype, options.quantization, options.progress)
+    if native is None or packed is None:
+        if options.dtype == torch.bfloat16:
+            _log.info("%s: the native forward does not serve it here; torch does, with weights in bfloat16", name)
+        weights = fit_weights(read(), shapes, optional=(_HEAD,))
+        model = LlamaFamily(config, weights, options.numerics, name=name)
+        return _loaded(model, tokenizer, model.info.weights)
+    return _loaded(native(packed, numerics=options.numerics, name=name), tokenizer, packed.kinds)
+
+
+def native_class(config: ModelConfig, dtype: torch.dtype) -> Any:
+    """NativeLlama where it can run such a model; None otherwise."""
+    if dtype != torch.bfloat16 or library() is None:
+        return None
+    try:
+        return importlib.import_module("specserve.models.native").NativeLlama
+    except ImportError:
+        return None
+
+
+def _loaded(model: Model, tokenizer: Tokenizer, weights: str) -> LoadedModel:
+    info = replace(model.info, weights=weights)
+    return LoadedModel(model, _fitting(tokenizer, info), info)
 
 
 def _fitting(tokenizer: Tokenizer, info: ModelInfo) -> Tokenizer:

@@ -12,6 +12,7 @@ from specserve.kernels.cpu import packing
 from specserve.kernels.cpu.memory import huge
 from specserve.kernels.cpu.packing import Kind
 from specserve.models.config import ModelConfig
+from specserve.models.packed_cache import Source
 from specserve.models.packing import (
     EMBEDDING,
     HEAD,
@@ -36,6 +37,9 @@ class Tensors(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def source(self) -> Source:
+        """What a packed model of them is made from."""
 
     def kind(self, name: str) -> Kind | None:
         """Of a matrix's rows; None for a type that `rows` dequantises."""

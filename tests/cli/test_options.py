@@ -77,7 +77,7 @@ def test_bad_speculation(text: str) -> None:
         (["serve", "--dtype", "int3"], "dtype"),
         (["serve", "--speculation", '{"methods": ["magic"]}'], "speculation.methods[0]"),
         (["serve", "--config", "absent.toml"], "absent.toml"),
-        (["serve", "--quantization", "q4"], "quantization"),
+        (["serve", "--quantization", "q5"], "quantization: 'q5' must be one of auto, none, q8, q4"),
         (["serve", "--port", "70000"], "port"),
         (["serve", "--target-itl-ms", "-1"], "target_itl_ms"),
         (["serve", "--target-itl-ms", "nan"], "target_itl_ms"),

@@ -29,7 +29,9 @@ def test_bad_sizes(text: Any) -> None:
     [
         ({"dtype": "float16"}, "dtype"),
         ({"dtype": ["float32"]}, "dtype"),
-        ({"quantization": "q4"}, "quantization"),
+        ({"quantization": "q5"}, "quantization"),
+        ({"quantization": None}, "quantization"),
+        ({"quantization": "q4", "dtype": "float32"}, "quantization"),
         ({"numerics": "sloppy"}, "numerics"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": 1.5}, "block_size"),
