@@ -1,6 +1,6 @@
 // Rows of weights, in the order in which files hold them, into panels; and float rows into quantised rows.
 //
-// Quantised rows are GGUF's: Q8 blocks { float16 scale; int8[block] }, Q4_0 blocks { float16 scale; nibbles[16] } and
+// Quantised rows are GGUF's: Q8_0 blocks { float16 scale; int8[32] }, Q4_0 blocks { float16 scale; nibbles[16] } and
 // Q4_1 blocks { float16 scale, least; nibbles[16] }, where byte i holds input i low and input i + 16 high.
 #include <cmath>
 
@@ -17,9 +17,9 @@ int64_t row_bytes(const Linear& w) {
     switch (w.kind) {
         case F32: return w.k * 4;
         case BF16: return w.k * 2;
-        case Q8: return w.k / w.block * (2 + w.block);
-        case Q4_0: return w.k / Q4_BLOCK * 18;
-        default: return w.k / Q4_BLOCK * 20;
+        case Q8: return w.blocks() * 34;
+        case Q4_0: return w.blocks() * 18;
+        default: return w.blocks() * 20;
     }
 }
 
@@ -34,26 +34,41 @@ void pack_bf16(const uint8_t* row, uint8_t* panel, int64_t column, const Linear&
     }
 }
 
+// Where the weight of one output and one input of a block goes.
+int64_t place_q8(int64_t column, int64_t i) {
+    int64_t half = column / HALF * Q8_BYTES / 2, c = column % HALF;
+    return TILES ? half + (i / 2 * HALF + c) * 2 + i % 2 : half + (i / 4 * HALF + c) * 4 + i % 4;
+}
+
 void pack_q8(const uint8_t* row, uint8_t* panel, int64_t column, const Linear& w) {
-    for (int64_t b = 0; b < w.k / w.block; b++) {
-        const uint8_t* from = row + b * (2 + w.block);
+    for (int64_t b = 0; b < w.blocks(); b++) {
+        const uint8_t* from = row + b * (2 + BLOCK);
         uint8_t* to = panel + b * w.block_bytes();
         std::memcpy(to + column * 2, from, 2);
-        uint8_t* half = to + SCALE_BYTES + column / HALF * w.block * HALF;
-        for (int64_t i = 0; i < w.block; i += 4) std::memcpy(half + (i / 4 * HALF + column % HALF) * 4, from + 2 + i, 4);
+        for (int64_t i = 0; i < BLOCK; i++) to[SCALE_BYTES + place_q8(column, i)] = from[2 + i];
     }
+}
+
+// The same for nibbles: the byte, and whether it is the high one.
+int64_t place_q4(int64_t column, int64_t i, bool& high) {
+    const int64_t half = column / HALF, c = column % HALF;
+    if (!TILES) return high = half, (i / 4 * HALF + c) * 4 + i % 4;
+    const int64_t pair = i / 2, line = half * 4 + pair / 4, nibble = pair % 4 * 2 + c / 8, word = c % 8 * 2 + i % 2;
+    high = nibble % 2;
+    return line * 64 + word * 4 + nibble / 2;
 }
 
 void pack_q4(const uint8_t* row, uint8_t* panel, int64_t column, const Linear& w) {
     const int64_t numbers = w.kind == Q4_1 ? 2 : 1;  // float16 ahead of a block's nibbles
-    for (int64_t b = 0; b < w.k / Q4_BLOCK; b++) {
+    for (int64_t b = 0; b < w.blocks(); b++) {
         const uint8_t* from = row + b * (2 * numbers + 16);
         uint8_t* to = panel + b * w.block_bytes();
         for (int64_t i = 0; i < numbers; i++) std::memcpy(to + i * SCALE_BYTES + column * 2, from + 2 * i, 2);
-        for (int64_t i = 0; i < Q4_BLOCK; i++) {
+        for (int64_t i = 0; i < BLOCK; i++) {
             int q = i < 16 ? from[2 * numbers + i] & 15 : from[2 * numbers + i - 16] >> 4;
-            uint8_t& byte = to[numbers * SCALE_BYTES + (i / 4 * HALF + column % HALF) * 4 + i % 4];
-            byte = (uint8_t)(column < HALF ? (byte & 0xf0) | q : (byte & 0x0f) | q << 4);
+            bool high;
+            uint8_t& byte = to[numbers * SCALE_BYTES + place_q4(column, i, high)];
+            byte = (uint8_t)(high ? (byte & 0x0f) | q << 4 : (byte & 0xf0) | q);
         }
     }
 }
@@ -67,13 +82,13 @@ void pack_panel(const uint8_t* rows, uint8_t* packed, int64_t p, const Linear& w
 }
 
 // Scale of the greatest magnitude to 127, as in GGUF's Q8_0.
-void quantise_q8(const float* x, uint8_t* out, int64_t block) {
+void quantise_q8(const float* x, uint8_t* out) {
     float most = 0.0f;
-    for (int64_t i = 0; i < block; i++) most = std::fmax(most, std::fabs(x[i]));
+    for (int64_t i = 0; i < BLOCK; i++) most = std::fmax(most, std::fabs(x[i]));
     uint16_t half = half_of(most / 127.0f);
     float scale = float_of(half), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     std::memcpy(out, &half, 2);
-    for (int64_t i = 0; i < block; i++) {
+    for (int64_t i = 0; i < BLOCK; i++) {
         float q = std::nearbyint(x[i] * inverse);
         out[2 + i] = (uint8_t)(int8_t)(q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q);
     }
@@ -82,7 +97,7 @@ void quantise_q8(const float* x, uint8_t* out, int64_t block) {
 // The error of 32 values on the grid scale * (0..15) + least, and their places on it.
 float place_q4(const float* x, float scale, float least, int* q) {
     float inverse = scale > 0.0f ? 1.0f / scale : 0.0f, error = 0.0f;
-    for (int64_t i = 0; i < Q4_BLOCK; i++) {
+    for (int64_t i = 0; i < BLOCK; i++) {
         float place = std::nearbyint((x[i] - least) * inverse);
         q[i] = place < 0.0f ? 0 : place > 15.0f ? 15 : (int)place;
         float e = scale * (float)q[i] + least - x[i];
@@ -94,8 +109,8 @@ float place_q4(const float* x, float scale, float least, int* q) {
 // Of the grids from slightly within to slightly beyond the range of the values, the one of the least squared error.
 void quantise_q4_1(const float* x, uint8_t* out) {
     float low = x[0], high = x[0], best = INFINITY;
-    for (int64_t i = 1; i < Q4_BLOCK; i++) low = std::fmin(low, x[i]), high = std::fmax(high, x[i]);
-    int chosen[Q4_BLOCK] = {}, q[Q4_BLOCK];
+    for (int64_t i = 1; i < BLOCK; i++) low = std::fmin(low, x[i]), high = std::fmax(high, x[i]);
+    int chosen[BLOCK] = {}, q[BLOCK];
     uint16_t numbers[2] = {};
     for (int step = 0; step <= 8; step++) {
         float inset = 0.02f * (float)step * (high - low);
@@ -109,6 +124,31 @@ void quantise_q4_1(const float* x, uint8_t* out) {
     for (int64_t i = 0; i < 16; i++) out[4 + i] = (uint8_t)(chosen[i] | chosen[i + 16] << 4);
 }
 
+// One output's weights, as numbers.
+void unpack_row(const uint8_t* panel, float* out, int64_t column, const Linear& w) {
+    for (int64_t i = 0; i < w.k; i++) {
+        const uint8_t* block = panel + i / BLOCK * w.block_bytes();
+        if (w.kind == F32) {
+            std::memcpy(out + i, panel + (i * PANEL + column) * 4, 4);
+        } else if (w.kind == BF16) {
+            int64_t pair = i / 32 * 32 + column / HALF * 16 + i % 32 / 2;
+            uint16_t high[2] = {};
+            std::memcpy(high + 1, panel + (pair * HALF + column % HALF) * 4 + i % 2 * 2, 2);
+            std::memcpy(out + i, high, 4);
+        } else {
+            uint16_t scale, least = 0;
+            std::memcpy(&scale, block + column * 2, 2);
+            if (w.kind == Q4_1) std::memcpy(&least, block + SCALE_BYTES + column * 2, 2);
+            const uint8_t* weights = block + (w.kind == Q4_1 ? 2 : 1) * SCALE_BYTES;
+            bool high = false;
+            int64_t at = w.kind == Q8 ? place_q8(column, i % BLOCK) : place_q4(column, i % BLOCK, high);
+            int q = w.kind == Q8 ? (int8_t)weights[at] : (high ? weights[at] >> 4 : weights[at] & 15);
+            float product = float_of(scale) * (float)(w.kind == Q4_0 ? q - 8 : q);
+            out[i] = w.kind == Q4_1 ? product + float_of(least) : product;
+        }
+    }
+}
+
 }  // namespace
 
 }  // namespace specserve
@@ -116,28 +156,35 @@ void quantise_q4_1(const float* x, uint8_t* out) {
 using namespace specserve;
 
 extern "C" {
+// How this library lays out quantised weights.
+const char* ss_layout() { return TILES ? "tiles" : "dots"; }
 // Bytes of a packed layer; 0 where the kernels do not take the shape.
 int64_t ss_packed_bytes(int64_t kind, int64_t n, int64_t k, int64_t block) {
-    Linear w{kind, n, k, block, nullptr, nullptr};
-    bool known = kind == F32 || kind == BF16 || (kind == Q8 && (block == 32 || block == 64)) ||
-                 ((kind == Q4_0 || kind == Q4_1) && block == Q4_BLOCK);
-    if (!known || n <= 0 || k <= 0 || k % w.inputs_per_block() || k % 32) return 0;
+    Linear w{kind, n, k, nullptr, nullptr};
+    if (kind < F32 || kind > Q4_1 || n <= 0 || k <= 0 || k % BLOCK || (kind >= Q8 && block != BLOCK)) return 0;
     return w.panels() * w.panel_bytes();
 }
 // rows: n rows of the kind as files hold them -> packed.
-void ss_pack(int64_t kind, int64_t n, int64_t k, int64_t block, const uint8_t* rows, uint8_t* packed, int threads) {
-    Linear w{kind, n, k, block, nullptr, nullptr};
+void ss_pack(int64_t kind, int64_t n, int64_t k, int64_t, const uint8_t* rows, uint8_t* packed, int threads) {
+    Linear w{kind, n, k, nullptr, nullptr};
     parallel_for(w.panels(), 1, threads, [&](int64_t p) { pack_panel(rows, packed, p, w); });
 }
-// float32 rows [n, k] -> rows of kind Q8 (block 32 or 64) or Q4_1.
-void ss_quantise_rows(int64_t kind, int64_t n, int64_t k, int64_t block, const float* x, uint8_t* rows, int threads) {
-    Linear w{kind, n, k, block, nullptr, nullptr};
-    int64_t bytes = row_bytes(w) / (k / block);
+// float32 rows [n, k] -> rows of kind Q8 or Q4_1.
+void ss_quantise_rows(int64_t kind, int64_t n, int64_t k, int64_t, const float* x, uint8_t* rows, int threads) {
+    Linear w{kind, n, k, nullptr, nullptr};
+    int64_t bytes = row_bytes(w) / w.blocks();
     parallel_for(n, 4, threads, [&](int64_t r) {
-        for (int64_t b = 0; b < k / block; b++) {
+        for (int64_t b = 0; b < w.blocks(); b++) {
             uint8_t* out = rows + r * row_bytes(w) + b * bytes;
-            kind == Q8 ? quantise_q8(x + r * k + b * block, out, block) : quantise_q4_1(x + r * k + b * block, out);
+            kind == Q8 ? quantise_q8(x + r * k + b * BLOCK, out) : quantise_q4_1(x + r * k + b * BLOCK, out);
         }
+    });
+}
+// packed -> float32 [n, k], for those who compare.
+void ss_unpack(int64_t kind, int64_t n, int64_t k, int64_t, const uint8_t* packed, float* out, int threads) {
+    Linear w{kind, n, k, nullptr, nullptr};
+    parallel_for(n, 4, threads, [&](int64_t r) {
+        unpack_row(packed + r / PANEL * w.panel_bytes(), out + r * k, r % PANEL, w);
     });
 }
 }

@@ -96,6 +96,15 @@ inline float sum(vfloat v) {
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
+// a * b + c, rounded once where the machine can.
+inline vfloat fma(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX512F__)
+    return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
 inline vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
 
 inline float max(vfloat v) {

@@ -1,0 +1,54 @@
+// Products with packed weights. Each output is one sum in an order that k alone fixes: whatever the rows beside it, their
+// number or the threads, the bits are the same.
+#pragma once
+#include "packed.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace specserve {
+
+// Rows of inputs as a kind of weights takes them: bfloat16, or quantised in blocks of 32 (input = scale * q).
+struct Operand {
+    const bf16* x = nullptr;         // row r, inputs from k on: see `at`
+    int64_t row_bytes = 0, step_bytes = 0, tile_bytes = 0;
+    const int8_t* q = nullptr;       // [rows, k]
+    const float* scale = nullptr;    // [rows, k / 32]
+    const float* sum = nullptr;      // [rows, k / 32]: scale * sum of q
+    const int32_t* total = nullptr;  // [rows, k / 32]: sum of q
+
+    // Rows one after the other.
+    static Operand of(const bf16* x, int64_t k) { return {x, 2 * k, 64, 32 * k}; }
+    // Blocks of 16 rows by 32 inputs, as tile registers take them.
+    static Operand tiles(const bf16* x, int64_t k) { return {x, 64, 1024, 32 * k}; }
+
+    const bf16* at(int64_t row, int64_t step) const {
+        return (const bf16*)((const char*)x + row / 16 * tile_bytes + row % 16 * row_bytes + step * step_bytes);
+    }
+};
+constexpr int64_t ROWS = 32;  // most rows that a sink gets at once
+
+// Takes sums [rows][32] of the outputs column..column + 31 (those from n on are meaningless) of some rows.
+typedef void (*Sink)(const void* context, int slot, const float* sums, int64_t row, int64_t rows, int64_t column);
+
+struct Product {
+    const Linear& w;
+    Operand x;
+    int64_t rows;
+    Sink sink;
+    const void* context;
+
+    // Hand a piece of sums on.
+    void give(int slot, const float* sums, int64_t row, int64_t count, int64_t panel) const {
+        sink(context, slot, sums, row, count, panel * PANEL);
+    }
+};
+
+// y = x W^T, without the bias: each piece goes to the sink of the thread that made it.
+void gemm(const Product& p, int threads);
+
+// Sums of rows [first, first + rows) for one panel. `first` is a multiple of 32.
+void panel_on_tiles(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot);
+void panel_bf16(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot);
+void panel_dots(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot);
+
+}  // namespace specserve

@@ -1,0 +1,73 @@
+// bfloat16 on vectors: AVX-512's products of pairs where there are any, else float32.
+#include "gemm.h"
+
+namespace specserve {
+
+namespace {
+
+constexpr int64_t LINE = 64;                   // bytes of 16 pairs of weights
+constexpr int64_t STEP_BYTES = 2 * 16 * LINE;  // of 32 inputs of one panel
+constexpr int64_t AHEAD = 4096;                // bytes of weights fetched ahead
+
+inline uint32_t pair_at(const bf16* x) {
+    uint32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
+    return pair;
+}
+
+// total + the products of 16 outputs with one pair of inputs.
+#if defined(__AVX512BF16__)
+inline vfloat add_pair(vfloat total, vuint weights, uint32_t pair) {
+    return (vfloat)_mm512_dpbf16_ps((__m512)total, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)pair));
+}
+#else
+inline vfloat add_pair(vfloat total, vuint weights, uint32_t pair) {
+    uint32_t low = pair << 16, high = pair & 0xffff0000u;
+    float x, y;
+    std::memcpy(&x, &low, 4), std::memcpy(&y, &high, 4);
+    total = fma((vfloat)(weights << 16), splat(x), total);
+    return fma((vfloat)(weights & 0xffff0000u), splat(y), total);
+}
+#endif
+
+inline vuint load_line(const uint8_t* p) {
+    vuint v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <int R>
+void rows_of(const Product& p, int64_t panel, int64_t row, int slot) {
+    const uint8_t* weights = p.w.panel(panel);
+    const bf16* x = p.x.at(row, 0);  // rows one after the other
+    const int64_t k = p.w.k;
+    float sums[R * PANEL];
+    vfloat total[R][2] = {};
+    for (int64_t i = 0; i < k; i += 32, weights += STEP_BYTES)
+        for (int64_t pair = 0; pair < 16; pair++) {
+            __builtin_prefetch(weights + AHEAD + pair * LINE);
+            __builtin_prefetch(weights + AHEAD + (16 + pair) * LINE);
+            vuint left = load_line(weights + pair * LINE), right = load_line(weights + (16 + pair) * LINE);
+            for (int r = 0; r < R; r++) {
+                uint32_t both = pair_at(x + r * k + i + 2 * pair);
+                total[r][0] = add_pair(total[r][0], left, both);
+                total[r][1] = add_pair(total[r][1], right, both);
+            }
+        }
+    for (int r = 0; r < R; r++) store(sums + r * PANEL, total[r][0]), store(sums + r * PANEL + HALF, total[r][1]);
+    p.give(slot, sums, row, R, panel);
+}
+
+}  // namespace
+
+void panel_bf16(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
+    int64_t r = first, end = first + rows;
+#if defined(__AVX512F__)
+    for (; r + 8 <= end; r += 8) rows_of<8>(p, panel, r, slot);
+    for (; r + 4 <= end; r += 4) rows_of<4>(p, panel, r, slot);
+#endif
+    for (; r + 2 <= end; r += 2) rows_of<2>(p, panel, r, slot);
+    for (; r < end; r++) rows_of<1>(p, panel, r, slot);
+}
+
+}  // namespace specserve

@@ -1,0 +1,87 @@
+// Quantised weights by quantised inputs, where there are no tile registers. The integer products of one block are exact,
+// then block after block
+//   sum = fma(products, scale of the weights * scale of the inputs, sum)      and for Q4_1
+//   sum = fma(least of the weights, scaled sum of the inputs, sum)
+#include "dot.h"
+#include "gemm.h"
+#include "half.h"
+
+namespace specserve {
+
+namespace {
+
+constexpr int64_t AHEAD = 2048;  // bytes of weights fetched ahead
+
+template <int64_t KIND>
+struct Block {
+    static constexpr int64_t numbers = KIND == Q4_1 ? 2 * SCALE_BYTES : SCALE_BYTES;  // bytes ahead of the weights
+    static constexpr int64_t bytes = numbers + (KIND == Q8 ? Q8_BYTES : Q4_BYTES);
+};
+
+// The lines of weights of both halves for four inputs.
+template <int64_t KIND>
+inline void weights_of(const uint8_t* p, int64_t group, vbytes& left, vbytes& right) {
+    if (KIND == Q8) {
+        left = weights_q8(load_bytes(p + group * 64)), right = weights_q8(load_bytes(p + Q8_BYTES / 2 + group * 64));
+        return;
+    }
+    vbytes both = load_bytes(p + group * 64);
+    left = weights_q4<KIND>(both & 15);
+    right = weights_q4<KIND>((vbytes)((vuint)both >> 4) & 15);
+}
+
+template <int64_t KIND, int R>
+void rows_of(const Product& p, int64_t panel, int64_t row, int slot) {
+    const uint8_t* block = p.w.panel(panel);
+    const int64_t blocks = p.w.blocks(), first = row * blocks;
+    float sums[R * PANEL];
+    vfloat sum[R][2] = {};
+    for (int64_t b = 0; b < blocks; b++, block += Block<KIND>::bytes) {
+        for (int64_t i = 0; i < Block<KIND>::bytes; i += 64) __builtin_prefetch(block + AHEAD + i);
+        vint products[R][2];
+        for (int r = 0; r < R; r++)
+            products[r][0] = products[r][1] = vint{} - offset_of(KIND) * p.x.total[first + r * blocks + b];
+        for (int64_t group = 0; group < BLOCK / 4; group++) {
+            vbytes left, right;
+            weights_of<KIND>(block + Block<KIND>::numbers, group, left, right);
+            for (int r = 0; r < R; r++) {
+                int32_t four;
+                std::memcpy(&four, p.x.q + (first + r * blocks + b) * BLOCK + 4 * group, sizeof four);
+                products[r][0] = dot4(products[r][0], left, four);
+                products[r][1] = dot4(products[r][1], right, four);
+            }
+        }
+        for (int half = 0; half < 2; half++) {
+            vfloat scale = load_half(block + half * 32);
+            vfloat least = KIND == Q4_1 ? load_half(block + SCALE_BYTES + half * 32) : vfloat{};
+            for (int r = 0; r < R; r++) {
+                int64_t i = first + r * blocks + b;
+                vfloat exact = __builtin_convertvector(products[r][half], vfloat);
+                sum[r][half] = fma(exact, scale * p.x.scale[i], sum[r][half]);
+                if (KIND == Q4_1) sum[r][half] = fma(least, splat(p.x.sum[i]), sum[r][half]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) store(sums + r * PANEL, sum[r][0]), store(sums + r * PANEL + HALF, sum[r][1]);
+    p.give(slot, sums, row, R, panel);
+}
+
+template <int64_t KIND>
+void panel_of(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
+    int64_t r = first, end = first + rows;
+#if defined(__AVX512F__)
+    for (; r + 4 <= end; r += 4) rows_of<KIND, 4>(p, panel, r, slot);
+#endif
+    for (; r + 2 <= end; r += 2) rows_of<KIND, 2>(p, panel, r, slot);
+    for (; r < end; r++) rows_of<KIND, 1>(p, panel, r, slot);
+}
+
+}  // namespace
+
+void panel_dots(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
+    if (p.w.kind == Q8) return panel_of<Q8>(p, panel, first, rows, slot);
+    if (p.w.kind == Q4_0) return panel_of<Q4_0>(p, panel, first, rows, slot);
+    panel_of<Q4_1>(p, panel, first, rows, slot);
+}
+
+}  // namespace specserve
