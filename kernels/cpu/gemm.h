@@ -36,7 +36,11 @@ struct Product {
     int64_t rows;
     Sink sink;
     const void* context;
+    const int64_t* panels;  // those that are computed, one after the other in the result; null for all
+    int64_t num_panels;
 
+    int64_t count() const { return panels ? num_panels : w.panels(); }
+    const uint8_t* weights(int64_t panel) const { return w.panel(panels ? panels[panel] : panel); }
     // Hand a piece of sums on.
     void give(int slot, const float* sums, int64_t row, int64_t count, int64_t panel) const {
         sink(context, slot, sums, row, count, panel * PANEL);

@@ -38,7 +38,7 @@ inline vuint load_line(const uint8_t* p) {
 
 template <int R>
 void rows_of(const Product& p, int64_t panel, int64_t row, int slot) {
-    const uint8_t* weights = p.w.panel(panel);
+    const uint8_t* weights = p.weights(panel);
     const bf16* x = p.x.at(row, 0);  // rows one after the other
     const int64_t k = p.w.k;
     float sums[R * PANEL];

@@ -32,7 +32,7 @@ inline void weights_of(const uint8_t* p, int64_t group, vbytes& left, vbytes& ri
 
 template <int64_t KIND, int R>
 void rows_of(const Product& p, int64_t panel, int64_t row, int slot) {
-    const uint8_t* block = p.w.panel(panel);
+    const uint8_t* block = p.weights(panel);
     const int64_t blocks = p.w.blocks(), first = row * blocks;
     float sums[R * PANEL];
     vfloat sum[R][2] = {};

@@ -14,7 +14,7 @@ int64_t chunk_of(const Product& p) {
 void gemm(const Product& p, int threads) {
     if (p.rows == 0) return;
     auto run = TILES ? panel_on_tiles : p.w.kind == BF16 ? panel_bf16 : panel_dots;
-    const int64_t panels = p.w.panels(), chunk = chunk_of(p), chunks = (p.rows + chunk - 1) / chunk;
+    const int64_t panels = p.count(), chunk = chunk_of(p), chunks = (p.rows + chunk - 1) / chunk;
     ShardedClaims claims(chunks * panels, 1, threads);
     run_slots(threads, [&](int slot) {
         for (int64_t begin, end; claims.next(slot, begin, end);)

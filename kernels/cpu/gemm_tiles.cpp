@@ -171,7 +171,7 @@ void few_rows(const Product& p, const uint8_t* panel, int64_t first, float* sums
 const uint8_t* whole_panel(const Product& p, int64_t panel) {
     static thread_local bf16* scratch = nullptr;
     static thread_local int64_t size = 0;
-    const uint8_t* block = p.w.panel(panel);
+    const uint8_t* block = p.weights(panel);
     if (p.w.kind == BF16) return block;
     if (p.w.k > size) {
         ::operator delete[](scratch, std::align_val_t(64));
@@ -216,13 +216,13 @@ void panel_on_tiles(const Product& p, int64_t panel, int64_t first, int64_t rows
     } else if (whole) {
         alignas(64) float sums[ROWS * PANEL];
         load_config(config_of(ROWS));
-        few_rows<true>(p, p.w.panel(panel), first, sums);
+        few_rows<true>(p, p.weights(panel), first, sums);
         p.give(slot, sums, first, ROWS, panel);
     }
     if (tail) {
         alignas(64) float sums[ROWS * PANEL];
         load_config(config_of(tail));
-        (tail > 16 ? few_rows<true> : few_rows<false>)(p, p.w.panel(panel), first + whole, sums);
+        (tail > 16 ? few_rows<true> : few_rows<false>)(p, p.weights(panel), first + whole, sums);
         p.give(slot, sums, first + whole, tail, panel);
     }
     _tile_release();

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from specserve.models.hf_folder import FolderTensors, folder_config, folder_weig
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
 from specserve.models.llama import LlamaFamily
+from specserve.models.native import NativeLlama
 from specserve.models.packed_build import Tensors, fill, plan
 from specserve.models.packed_cache import cached
 from specserve.models.packing import PackedModel, assemble
@@ -177,10 +177,10 @@ def native_class(config: ModelConfig, dtype: torch.dtype) -> Any:
     """NativeLlama where it can run such a model; None otherwise."""
     if dtype != torch.bfloat16 or library() is None:
         return None
-    try:
-        return importlib.import_module("specserve.models.native").NativeLlama
-    except ImportError:
-        return None
+    reason = NativeLlama.refuses(config)
+    if reason is not None:
+        _log.info("the native forward does not run this model: %s", reason)
+    return NativeLlama if reason is None else None
 
 
 def _loaded(model: Model, tokenizer: Tokenizer, weights: str) -> LoadedModel:

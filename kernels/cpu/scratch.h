@@ -1,0 +1,54 @@
+// Where a forward keeps what it computes: parts of one piece of memory that the caller keeps from step to step.
+#pragma once
+#include <algorithm>
+
+#include "forward.h"
+#include "operand.h"
+
+namespace specserve {
+
+struct Best {
+    float value;
+    int64_t id;
+};
+
+struct Scratch {
+    float *residual, *narrow;  // [rows, hidden], [logits, hidden]
+    Inputs inputs, inner;      // of the products from the residual and of attention; of `down`
+    float* qkv;                // [rows, (q_heads + 2 kv_heads) dim]
+    bf16 *q, *attended;        // [rows, q_heads dim]
+    float* gated;              // [rows, inner], where `down` takes quantised inputs
+    int64_t* positions;        // [logits]
+    int32_t* row_sequence;     // [logits]
+    Best* best;                // [threads, logits]
+    int64_t bytes = 0;
+
+    // With base null only `bytes` means something.
+    Scratch(const Model& m, int64_t rows, int64_t logits, int64_t threads, uint8_t* base) : base_(base) {
+        const int64_t q_width = m.q_heads * m.dim, most = std::max(rows, logits);
+        part(residual, most * m.hidden), part(narrow, most * m.hidden);
+        part(inputs, most, std::max(m.hidden, q_width)), part(inner, most, m.inner);
+        part(qkv, rows * (q_width + 2 * m.kv_heads * m.dim));
+        part(q, most * q_width), part(attended, most * q_width);
+        part(gated, TILES ? 0 : most * m.inner);
+        part(positions, logits), part(row_sequence, logits), part(best, threads * logits);
+    }
+
+  private:
+    template <typename T>
+    void part(T*& pointer, int64_t count) {
+        pointer = (T*)(base_ + bytes);
+        bytes += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    }
+
+    void part(Inputs& to, int64_t rows, int64_t k) {
+        const int64_t blocks = rows * k / BLOCK;
+        part(to.x, (rows + 15) / 16 * 16 * k);
+        part(to.q, TILES ? 0 : rows * k);
+        part(to.scale, TILES ? 0 : blocks), part(to.sum, TILES ? 0 : blocks), part(to.total, TILES ? 0 : blocks);
+    }
+
+    uint8_t* base_;
+};
+
+}  // namespace specserve

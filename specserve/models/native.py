@@ -1,0 +1,191 @@
+"""NativeLlama: the Llama family on the native forward, one call a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specserve.core.errors import ModelLoadError
+from specserve.kernels.cpu.forward import PANEL, Forward, Shape, Step, pointer, refusal
+from specserve.models.batch import ForwardBatch
+from specserve.models.config import ModelConfig
+from specserve.models.info import ModelInfo
+from specserve.models.kv_cache import PagedKVCache
+from specserve.models.layers import RotaryTable
+from specserve.models.packing import PackedModel
+
+
+@dataclass(slots=True)
+class Partial:
+    """A forward that is not from token ids to all logits; what drafters over the target's features need.
+
+    Attributes:
+        first_layer, last_layer: layers [first_layer, last_layer) are run; None: to the end. A forward that stops before
+            the end gives no logits.
+        hidden: float32 [n, hidden_size] to begin with in place of the embedding; the residual stream ahead of
+            first_layer.
+        keep_layers: layers after which hidden states are wanted.
+        keep_rows: int64 rows of them; None for all.
+        vocabulary: int64 ids whose logits are wanted, in this order; None for all.
+    """
+
+    first_layer: int = 0
+    last_layer: int | None = None
+    hidden: torch.Tensor | None = None
+    keep_layers: Sequence[int] = ()
+    keep_rows: torch.Tensor | None = None
+    vocabulary: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class PartialResult:
+    """float32: logits [m, ids], hidden [n, hidden_size] after the last layer run, kept [layers, rows, hidden_size]."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+    kept: torch.Tensor
+
+
+class NativeLlama:
+    """Rows in, logits out; a row's bits depend on its own sequence alone, whatever `numerics` says.
+
+    Args:
+        packed: the weights, bfloat16 or quantised. Activations and KV are bfloat16, the residual stream float32.
+
+    Raises:
+        ModelLoadError: the kernels do not take the model's shape; ask `refuses` first.
+    """
+
+    def __init__(self, packed: PackedModel, *, numerics: str = "invariant", name: str = "") -> None:
+        config = packed.config
+        reason = self.refuses(config)
+        if reason is not None:
+            raise ModelLoadError(f"model: the native forward does not run {name}: {reason}", param="model")
+        self.config = config
+        self.numerics = numerics
+        self.info: ModelInfo = config.info(torch.bfloat16, name)
+        self._rotary = RotaryTable(config.inv_freq, config.rope_scale)
+        embedding = packed.embedding
+        self._forward = Forward(_shape(config), packed.layers, embedding.kind, embedding.rows, packed.norm, packed.head)
+
+    @staticmethod
+    def refuses(config: ModelConfig) -> str | None:
+        """Why such a model does not run here; None where it does."""
+        return refusal(_shape(config))
+
+    def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+        """Store K and V of all rows; return the logits of `batch.logit_rows`, float32 [m, vocab_size]."""
+        logits = torch.empty(batch.logit_rows.numel(), self.info.vocab_size)
+        if batch.num_rows:
+            step = self._step(batch, cache)
+            step.logits, step.logits_stride = logits.data_ptr(), self.info.vocab_size
+            self._forward.run(step)
+        return logits
+
+    def forward_best(self, batch: ForwardBatch, cache: PagedKVCache, vocab_size: int | None = None) -> torch.Tensor:
+        """The same where only the greatest logit counts: its id, int64 [m], the lowest among equals.
+
+        Args:
+            vocab_size: ids from there on are padding; None: all are meant.
+
+        Returns:
+            -1 where the greatest logit is not finite.
+        """
+        best = torch.empty(batch.logit_rows.numel(), dtype=torch.int64)
+        if batch.num_rows:
+            step = self._step(batch, cache)
+            step.best = best.data_ptr()
+            step.choices = self.info.vocab_size if vocab_size is None else vocab_size
+            self._forward.run(step)
+        return best
+
+    def forward_partial(self, batch: ForwardBatch, cache: PagedKVCache, partial: Partial) -> PartialResult:
+        """A part of the layers, from and to hidden states; see Partial. The rows are never empty.
+
+        Raises:
+            ValueError: layers, rows or ids that the model or the batch does not have.
+        """
+        self._check(partial, batch)
+        last = self.info.num_layers if partial.last_layer is None else partial.last_layer
+        rows = torch.arange(batch.num_rows) if partial.keep_rows is None else partial.keep_rows
+        size = self.info.hidden_size
+        result = PartialResult(
+            torch.empty(0, 0), torch.empty(batch.num_rows, size), torch.empty(len(partial.keep_layers), len(rows), size)
+        )
+        step = self._step(batch, cache)
+        layers = torch.tensor(list(partial.keep_layers), dtype=torch.int64)
+        step.first_layer, step.last_layer = partial.first_layer, last
+        step.hidden_in, step.hidden_out = pointer(partial.hidden), result.hidden.data_ptr()
+        step.num_kept, step.kept_layers = len(layers), layers.data_ptr()
+        step.num_kept_rows, step.kept_rows, step.kept = len(rows), pointer(rows), result.kept.data_ptr()
+        columns = None
+        panels = torch.empty(0, dtype=torch.int64)
+        if last == self.info.num_layers:
+            width = self.info.vocab_size
+            if partial.vocabulary is not None:
+                panels, place = torch.unique(partial.vocabulary // PANEL, return_inverse=True)
+                columns = place * PANEL + partial.vocabulary % PANEL
+                step.num_panels, step.panels = len(panels), panels.data_ptr()
+                width = len(panels) * PANEL
+            result.logits = torch.empty(batch.logit_rows.numel(), width)
+            step.logits, step.logits_stride = result.logits.data_ptr(), width
+        self._forward.run(step)
+        if columns is not None:
+            result.logits = result.logits[:, columns]
+        return result
+
+    def _step(self, batch: ForwardBatch, cache: PagedKVCache) -> Step:
+        self._rotary.ensure(max(start + count for _, count, _, start in batch.segments))
+        key = cache.storage
+        return Step(
+            rows=batch.num_rows,
+            logit_count=batch.logit_rows.numel(),
+            token_ids=pointer(batch.token_ids),
+            positions=pointer(batch.positions),
+            slots=pointer(batch.slots),
+            row_sequence=pointer(batch.row_sequence),
+            tables=pointer(batch.block_tables),
+            table_stride=batch.block_tables.shape[1],
+            logit_rows=pointer(batch.logit_rows),
+            key_cache=key[0].data_ptr(),
+            value_cache=key[1].data_ptr(),
+            layer_stride=key.stride(1),
+            block_size=cache.block_size,
+            cos=pointer(self._rotary.cos),
+            sin=pointer(self._rotary.sin),
+            last_layer=self.info.num_layers,
+            threads=torch.get_num_threads(),
+        )
+
+    def _check(self, partial: Partial, batch: ForwardBatch) -> None:
+        layers = self.info.num_layers
+        last = layers if partial.last_layer is None else partial.last_layer
+        if not 0 <= partial.first_layer <= last <= layers:
+            raise ValueError(f"layers {partial.first_layer}..{last} are not within 0..{layers}")
+        if any(not partial.first_layer <= layer < last for layer in partial.keep_layers):
+            raise ValueError(f"layers {list(partial.keep_layers)} are not among those that are run")
+        hidden = partial.hidden
+        if hidden is not None and (
+            hidden.shape != (batch.num_rows, self.info.hidden_size) or hidden.dtype != torch.float32
+        ):
+            raise ValueError(f"hidden is not float32 [{batch.num_rows}, {self.info.hidden_size}]")
+        for name, ids, limit in (
+            ("keep_rows", partial.keep_rows, batch.num_rows),
+            ("vocabulary", partial.vocabulary, self.info.vocab_size),
+        ):
+            if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
+                raise ValueError(f"{name}: ids are not within 0..{limit - 1}")
+
+
+def _shape(config: ModelConfig) -> Shape:
+    return Shape(
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.vocab_size,
+        config.rms_norm_eps,
+    )
