@@ -141,7 +141,7 @@ def _read(
             if not _fill(file.fileno(), start, memory, header["checksums"], progress):
                 raise _Unfit("damaged")
         os.utime(path)  # when it was last used
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (_Unfit, OSError, ValueError, KeyError, TypeError) as error:
         reason = error if isinstance(error, _Unfit) else "damaged"
@@ -162,7 +162,9 @@ def _header(descriptor: int) -> tuple[dict[str, Any], int]:
     text = os.pread(descriptor, length, _START.size)
     if zlib.crc32(text) != checksum:
         raise _Unfit("damaged")
-    header: dict[str, Any] = json.loads(text)
+    header = json.loads(text)
+    if not isinstance(header, dict):
+        raise _Unfit("damaged")
     return header, -(-(_START.size + length) // _PAGE) * _PAGE
 
 
