@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a GPU this exact version has a CPU build; change it with TORCH="torch" to take the default CUDA build.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
 
-.PHONY: demo test test-all lint browser bench-serve bench-latency bench-kv bench-sched clean
+.PHONY: demo test test-all lint browser bench-serve bench-latency bench-kv bench-sched bench-peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specserve demo
@@ -36,6 +36,9 @@ bench-kv: $(VENV)/.installed-dev
 
 bench-sched: $(VENV)/.installed-dev
 	$(BIN)/python bench/scheduler.py
+
+bench-peers: $(VENV)/.installed-dev
+	$(BIN)/python bench/peers.py
 
 $(VENV)/.installed: pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
