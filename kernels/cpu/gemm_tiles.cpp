@@ -123,23 +123,13 @@ inline void end(float* sums) {
 template <bool BOTH>
 inline void multiply(const char* x, const Operand& o, const void* weights) {
     _tile_loadd(4, x, o.row_bytes);
+    if (BOTH) _tile_loadd(5, x + o.tile_bytes, o.row_bytes);
     _tile_loadd(6, weights, LINE);
-    _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, (const char*)weights + 16 * LINE, LINE);
+    _tile_dpbf16ps(0, 4, 6);
+    if (BOTH) _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(1, 4, 7);
-    if (BOTH) {
-        _tile_loadd(5, x + o.tile_bytes, o.row_bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-}
-
-// The inputs of the next step, from the second cache.
-inline void fetch_next(const char* x, const Operand& o) {
-    for (int64_t r = 0; r < 16; r++) {
-        __builtin_prefetch(x + o.step_bytes + r * o.row_bytes);
-        __builtin_prefetch(x + o.step_bytes + o.tile_bytes + r * o.row_bytes);
-    }
+    if (BOTH) _tile_dpbf16ps(3, 5, 7);
 }
 
 // Up to 32 rows: weights come from memory, and go from it to the tiles.
@@ -183,10 +173,27 @@ const uint8_t* whole_panel(const Product& p, int64_t panel) {
     return (const uint8_t*)scratch;
 }
 
+// Fetches what follows a panel in memory while the panel is at work, a little at each step.
+class Following {
+  public:
+    Following(const Product& p, int64_t panel, int64_t rows)
+        : at_(p.weights(panel) + p.w.panel_bytes()), end_(at_ + p.w.panel_bytes()) {
+        bytes_ = (p.w.panel_bytes() / (p.w.blocks() * (rows / ROWS)) + 63) / 64 * 64;
+    }
+    void step() {
+        for (int64_t i = 0; i < bytes_ && at_ < end_; i += 64, at_ += 64) __builtin_prefetch(at_, 0, 2);
+    }
+
+  private:
+    const uint8_t *at_, *end_;
+    int64_t bytes_;
+};
+
 void many_rows(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
     alignas(64) static thread_local float sums[512 * PANEL];
     static const TileConfig full;
     const uint8_t* weights = whole_panel(p, panel);
+    Following following(p, panel, rows);
     const int64_t parts = (p.w.k + DEEP - 1) / DEEP, depth = (p.w.blocks() + parts - 1) / parts * 32;
     load_config(full);
     for (int64_t i = 0; i < p.w.k; i += depth) {
@@ -197,7 +204,7 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t rows, int
             const uint8_t* w = weights + i * PANEL * 2;
             begin<true>(part, i == 0);
             for (int64_t j = 0; j < inputs; j += 32, x += p.x.step_bytes, w += STEP_BYTES) {
-                fetch_next(x, p.x);
+                following.step();
                 multiply<true>(x, p.x, w);
             }
             end<true>(part);
