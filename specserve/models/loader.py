@@ -156,31 +156,31 @@ def _family(
     tokenizer: Tokenizer,
     options: Options,
 ) -> LoadedModel:
-    """On the native forward where that is possible; else in torch, from weights that `read` gives in options.dtype."""
+    """On the native forward where it takes the model; else in torch, on weights that `read` gives in options.dtype."""
     # A checkpoint of a model with tied embeddings may carry its head all the same.
     shapes = family_shapes(config)
     check_shapes(tensors.shapes, shapes, optional=(_HEAD,))
-    native = native_class(config, options.dtype)
+    reason = torch_serves(config, options.dtype)
     packed = None
-    if native is not None:
+    if reason is None:
         packed = packed_model(config, tensors, options.dtype, options.quantization, options.progress)
-    if native is None or packed is None:
-        if options.dtype == torch.bfloat16:
-            _log.info("%s: the native forward does not serve it here; torch does, with weights in bfloat16", name)
-        weights = fit_weights(read(), shapes, optional=(_HEAD,))
-        model = LlamaFamily(config, weights, options.numerics, name=name)
-        return _loaded(model, tokenizer, model.info.weights)
-    return _loaded(native(packed, numerics=options.numerics, name=name), tokenizer, packed.kinds)
+    if packed is not None:
+        return _loaded(NativeLlama(packed, numerics=options.numerics, name=name), tokenizer, packed.kinds)
+    if options.dtype == torch.bfloat16:
+        why = reason or "it does not take the shape of one of its matrices"
+        _log.warning("%s: not on the native forward (%s); torch runs it, slower, with weights in bfloat16", name, why)
+    weights = fit_weights(read(), shapes, optional=(_HEAD,))
+    model = LlamaFamily(config, weights, options.numerics, name=name)
+    return _loaded(model, tokenizer, model.info.weights)
 
 
-def native_class(config: ModelConfig, dtype: torch.dtype) -> Any:
-    """NativeLlama where it can run such a model; None otherwise."""
-    if dtype != torch.bfloat16 or library() is None:
-        return None
-    reason = NativeLlama.refuses(config)
-    if reason is not None:
-        _log.info("the native forward does not run this model: %s", reason)
-    return NativeLlama if reason is None else None
+def torch_serves(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """Why such a model runs in torch; None where the native forward takes it."""
+    if dtype != torch.bfloat16:
+        return f"it computes in bfloat16, not {dtype}"
+    if library() is None:
+        return "there are no native kernels here"
+    return NativeLlama.refuses(config)
 
 
 def _loaded(model: Model, tokenizer: Tokenizer, weights: str) -> LoadedModel:
