@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.progress import Progress
 
-from bench.common import RESULTS, Row, finish, machine
+from bench.common import RESULTS, ROOT, Row, finish, machine
 from bench.engines.environment import Environment, NotInstalled
+from bench.engines.measured import Measured, Store
 from bench.engines.table import OURS, agreement, rows
 from bench.engines.turns import Child, ChildFailed, closing, turns
 from bench.engines.weights import gguf_variant
@@ -31,16 +33,6 @@ from bench.engines.work import PRECISIONS, WORKS, Texts, Work
 PEERS = ("llama.cpp", "openvino")
 OPENVINO_MODELS = {"bf16": "f16", "q8": "int8", "q4": "int4"}
 CONVERTER = Path(__file__).resolve().parent / "engines" / "convert_openvino.py"
-
-
-@dataclass
-class Record:
-    """What goes into the result file beside the rows."""
-
-    rows: list[Row] = field(default_factory=list)
-    engines: dict[str, dict[str, Any]] = field(default_factory=dict)  # "bf16 openvino" -> how it was set
-    agree: dict[str, dict[str, int]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)  # peer -> why
 
 
 def quantization(precision: str) -> dict[str, str]:
@@ -91,14 +83,21 @@ def start(engine: str, precision: str, environment: Environment, threads: int) -
 
 
 def measure(
-    precision: str, works: list[Work], engines: list[str], environment: Environment, settings: argparse.Namespace
-) -> Record:
-    """All engines in one precision."""
-    record = Record()
+    precision: str,
+    works: list[Work],
+    engines: list[str],
+    environment: Environment,
+    settings: argparse.Namespace,
+    store: Store,
+) -> None:
+    """All engines in one precision; what the store has already is not measured again."""
+    works = [work for work in works if store.get(key(precision, work)) is None]
+    if not works:
+        return
     missing: dict[str, str] = {}
     children: dict[str, Child] = {}
     with closing(children), Progress() as progress:
-        task = progress.add_task("", total=len(engines) + len(works) * (settings.repeats + 1) * len(engines))
+        task = progress.add_task("", total=len(engines) * (1 + len(works) * (settings.repeats + 1)))
 
         def tick(what: str, engine: str) -> None:
             progress.update(task, advance=1, description=f"{precision}, {what}: {engine}")
@@ -107,31 +106,36 @@ def measure(
             tick("loading", engine)
             try:
                 children[engine] = start(engine, precision, environment, settings.threads)
-                record.engines[f"{precision} {engine}"] = children[engine].config
             except ChildFailed as error:
                 missing[engine] = str(error)
         texts = Texts.of_demo()
+        configs = {engine: child.config for engine, child in children.items()}
         for work in works:
             found = turns(children, work, texts, settings.repeats, partial(tick, work.name))
-            rates, failed, tokens = found
-            missing |= failed
-            record.rows += rows(work, precision, rates, missing)
-            record.agree[f"{precision}, {work.name}"] = agreement(tokens)
-    record.missing = {f"{precision} {engine}": why for engine, why in missing.items()}
-    return record
+            missing |= found.missing
+            found.missing, found.engines = dict(missing), configs
+            store.put(key(precision, work), found)
 
 
-def write(records: list[Record], missing: dict[str, str], settings: argparse.Namespace) -> int:
+def key(precision: str, work: Work) -> str:
+    return f"{precision}, {work.name}"
+
+
+def write(works: list[Work], store: Store, missing: dict[str, str], settings: argparse.Namespace) -> int:
     """Table and result file; the exit status."""
-    made = [row for record in records for row in record.rows]
+    made: list[Row] = []
+    extra: dict[str, dict[str, Any]] = {"not_measured": dict(missing), "engines": {}, "same_first_tokens": {}}
+    for precision in settings.only:
+        for work in works:
+            found = store.get(key(precision, work)) or Measured()
+            made += rows(work, precision, found.rates, found.missing)
+            extra["same_first_tokens"][key(precision, work)] = agreement(found.tokens)
+            extra["engines"] |= {f"{precision} {name}": config for name, config in found.engines.items()}
+            extra["not_measured"] |= {f"{precision} {name}": why for name, why in found.missing.items()}
     made += [Row(f"{peer} not measured: {why}", 0.0, "") for peer, why in missing.items()]
     status = finish("peers", made, check=settings.check)
     path = RESULTS / "peers.json"
-    body = json.loads(path.read_text())
-    body["repeats"], body["threads"] = settings.repeats, settings.threads
-    body["not_measured"] = {**missing, **{k: v for r in records for k, v in r.missing.items()}}
-    body["engines"] = {k: v for r in records for k, v in r.engines.items()}
-    body["same_first_tokens"] = {k: v for r in records for k, v in r.agree.items()}
+    body = json.loads(path.read_text()) | {"repeats": settings.repeats, "threads": settings.threads} | extra
     path.write_text(json.dumps(body, indent=1) + "\n")
     return status
 
@@ -143,6 +147,7 @@ def main() -> int:
     parser.add_argument("--work", type=int, choices=[w.number for w in WORKS], nargs="+", metavar="N", help="1..5")
     parser.add_argument("--peers", choices=PEERS, nargs="*", default=list(PEERS))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="go on where a run of the same commit was cut short")
     parser.add_argument("--check", action="store_true", help="exit 1 when a goal is missed")
     settings = parser.parse_args()
     from specserve.models.home import home
@@ -159,8 +164,17 @@ def main() -> int:
             missing[peer] = str(error)
             say(f"{peer} is left out: {error}")
     works = [work for work in WORKS if not settings.work or work.number in settings.work]
-    records = [measure(precision, works, engines, environment, settings) for precision in settings.only]
-    return write(records, missing, settings)
+    depends = {"commit": commit(), "processor": processor, "repeats": settings.repeats, "threads": settings.threads}
+    store = Store(environment.folder / "measured.json", depends | {"engines": engines}, resume=settings.resume)
+    for precision in settings.only:
+        measure(precision, works, engines, environment, settings, store)
+    return write(works, store, missing, settings)
+
+
+def commit() -> str:
+    """Of the tree that is measured."""
+    ran = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return ran.stdout.strip()
 
 
 def say(text: str) -> None:

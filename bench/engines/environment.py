@@ -42,20 +42,21 @@ class Environment:
         self.folder = folder
         self.models = folder / "models"
         self.python = folder / "venv" / "bin" / "python"
+        self._pip = self.python.with_name("pip")  # comes last: an environment without it is half made
         self._processor, self._say = processor, say
 
     def install(self, peer: str) -> None:
         """Raises NotInstalled. What is there already, in this version, is left alone."""
         stamp = self.folder / f"installed-{peer}.json"
         wanted = {"requirements": list(REQUIREMENTS[peer]), "processor": self._processor, "cmake": CMAKE}
-        if self.python.exists() and _read(stamp) == wanted:
+        if self._pip.exists() and _read(stamp) == wanted:
             return
         again = ["--force-reinstall"] if stamp.exists() else []
         stamp.unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.python.exists():
+        if not self._pip.exists():
             self._say(f"making an environment in {self.folder}")
-            self._run("venv", [sys.executable, "-m", "venv", str(self.folder / "venv")])
+            self._run("venv", [sys.executable, "-m", "venv", "--clear", str(self.folder / "venv")])
         self._say(f"installing {', '.join(REQUIREMENTS[peer])}" + (" (compiles)" if peer == "llama.cpp" else ""))
         build = {"CMAKE_ARGS": CMAKE, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
         build = {name: os.environ.get(name, value) for name, value in build.items()}

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from bench.engines.measured import Measured
 from bench.engines.work import Texts, Work, command, rate
 
 CHILD = Path(__file__).with_name("child.py")
@@ -96,17 +97,13 @@ def closing(children: Mapping[str, Child]) -> Iterator[None]:
             child.close()
 
 
-def turns(
-    children: dict[str, Child], work: Work, texts: Texts, repeats: int, tick: Callable[[str], None]
-) -> tuple[dict[str, list[float]], dict[str, str], dict[str, list[int]]]:
-    """(engine -> its rates, engine -> why it has none, engine -> first tokens of an answer).
+def turns(children: dict[str, Child], work: Work, texts: Texts, repeats: int, tick: Callable[[str], None]) -> Measured:
+    """Rates, failures and first tokens of a workload.
 
     The engines take turns, in another order each round, with the same prompts. A child that fails is taken out of
     `children`.
     """
-    rates: dict[str, list[float]] = {name: [] for name in children}
-    failed: dict[str, str] = {}
-    tokens: dict[str, list[int]] = {}
+    found = Measured(rates={name: [] for name in children})
     for round_ in range(repeats + 1):
         prompts = texts.prompts(work, round_)
         if not round_:  # the first round warms up
@@ -116,13 +113,13 @@ def turns(
             try:
                 answer = children[name].ask(command(work, prompts))
             except ChildFailed as error:
-                failed[name] = str(error)
-                del children[name], rates[name]
+                found.missing[name] = str(error)
+                del children[name], found.rates[name]
                 continue
             if round_:
-                rates[name].append(rate(work, prompts, answer))
-                tokens.setdefault(name, answer["tokens"])
-    return rates, failed, tokens
+                found.rates[name].append(rate(work, prompts, answer))
+                found.tokens.setdefault(name, answer["tokens"])
+    return found
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:

@@ -13,6 +13,7 @@ from gguf import quants
 from bench.common import Row
 from bench.engines.child import decode, serve
 from bench.engines.environment import Environment, NotInstalled, reason
+from bench.engines.measured import Measured, Store
 from bench.engines.table import OURS, agreement, better, rows
 from bench.engines.turns import Child, ChildFailed, closing, rotated, turns
 from bench.engines.weights import gguf_variant, requantise
@@ -157,10 +158,8 @@ class Answering:
 def test_all_get_the_same_prompts_in_turn_and_the_first_round_does_not_count():
     children = {"a": Answering(1.0), "b": Answering(2.0)}
     ticks = []
-    rates, failed, tokens = turns(children, WORKS[1], Texts(range(900)), 3, ticks.append)
-    assert rates == {"a": [4096.0] * 3, "b": [2048.0] * 3}
-    assert failed == {}
-    assert tokens == {"a": [2], "b": [2]}
+    found = turns(children, WORKS[1], Texts(range(900)), 3, ticks.append)
+    assert found == Measured(rates={"a": [4096.0] * 3, "b": [2048.0] * 3}, tokens={"a": [2], "b": [2]})
     assert ticks == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert children["a"].asked == children["b"].asked
     assert len(children["a"].asked[0]["prompts"]) == 16
@@ -168,9 +167,9 @@ def test_all_get_the_same_prompts_in_turn_and_the_first_round_does_not_count():
 
 def test_who_fails_is_left_out_and_the_others_go_on():
     children = {"a": Answering(1.0, fails_at=2), "b": Answering(2.0)}
-    rates, failed, _ = turns(children, WORKS[0], Texts(range(900)), 2, lambda name: None)
-    assert rates == {"b": [127 / 2.0] * 2}
-    assert failed == {"a": "it died"}
+    found = turns(children, WORKS[0], Texts(range(900)), 2, lambda name: None)
+    assert found.rates == {"b": [127 / 2.0] * 2}
+    assert found.missing == {"a": "it died"}
     assert list(children) == ["b"]
 
 
@@ -275,6 +274,7 @@ def test_what_cannot_be_installed_says_why_and_leaves_no_stamp(tmp_path):
     environment.python.parent.mkdir(parents=True)
     environment.python.write_text("#!/bin/sh\necho ERROR: no wheel for you\nexit 1\n")
     environment.python.chmod(0o755)
+    environment.python.with_name("pip").touch()
     with pytest.raises(NotInstalled, match="no wheel for you"):
         environment.install("openvino")
     assert not list(environment.folder.glob("*.json"))
@@ -286,6 +286,7 @@ def test_what_is_installed_is_left_alone_until_the_processor_changes(tmp_path):
     environment.python.parent.mkdir(parents=True)
     environment.python.write_text('#!/bin/sh\necho "$@" >> ' + f"{tmp_path}/calls\n")
     environment.python.chmod(0o755)
+    environment.python.with_name("pip").touch()
     environment.install("llama.cpp")
     environment.install("llama.cpp")
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
@@ -293,3 +294,22 @@ def test_what_is_installed_is_left_alone_until_the_processor_changes(tmp_path):
     Environment(environment.folder, "another", said.append).install("llama.cpp")
     assert "--force-reinstall" in (tmp_path / "calls").read_text().splitlines()[1]
     assert len(said) == 2
+
+
+def test_a_cut_run_goes_on_where_it_was(tmp_path):
+    path, settings = tmp_path / "deep" / "measured.json", {"commit": "1", "only": ("q8",)}
+    measured = Measured({"a": [1.0]}, {"b": "why"}, {"a": [3]}, {"a": {"threads": 2}})
+    Store(path, settings, resume=False).put("x", measured)
+    again = Store(path, settings, resume=True)
+    assert again.get("x") == measured
+    assert again.get("y") is None
+    again.put("y", measured)
+    assert Store(path, settings, resume=True).get("x") == measured
+    assert Store(path, {**settings, "commit": "2"}, resume=True).get("x") is None
+    assert Store(path, settings, resume=False).get("x") is None
+
+
+def test_a_torn_file_of_a_cut_run_is_passed_over(tmp_path):
+    path = tmp_path / "measured.json"
+    path.write_text('{"settings": ')
+    assert Store(path, {}, resume=True).get("x") is None
