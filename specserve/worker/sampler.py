@@ -14,11 +14,11 @@ import torch
 
 from specserve.core.protocols import Bitmask
 from specserve.kernels.cpu.ops import argmax, gumbel
+from specserve.kernels.cpu.sample import NO_TOKEN, ROW, UNDECIDED, best_rows, sample_rows
 from specserve.worker.process import apply_options
 from specserve.worker.states import SamplingState
 from specserve.worker.truncate import truncate
 
-NO_TOKEN = -1  # of a row without a finite entry
 MAX_ROWS = 32  # rows processed at once: bounds the memory of their copies
 
 
@@ -70,7 +70,7 @@ class Sampled:
 
 
 def sample(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_size: int, *, probs: bool = False) -> Sampled:
-    """Sample every row.
+    """Sample every row: natively where that can be had and decides the row, else in torch, with the same result.
 
     Args:
         logits: float32 [m, at least vocab_size]; not changed. Ids from vocab_size on are padding.
@@ -78,16 +78,72 @@ def sample(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_size: int, *,
         probs: whether to give probabilities.
     """
     logits = logits[:, :vocab_size]
-    tokens = np.full(len(logits), NO_TOKEN, dtype=np.int64)
-    result = Sampled([], [1.0] * len(logits) if probs else [])
+    result = Sampled([NO_TOKEN] * len(logits), [1.0] * len(logits) if probs else [])
     others = [g for g in groups if not g.plain]
     if len(others) < len(groups):
-        tokens[:] = _best(logits)
+        result.token_ids = best(logits)
+    if others:
+        others = _draw(logits, others, result, probs)
     for batch in batches(others):
         rows = np.concatenate([np.arange(g.first, g.first + g.count) for g in batch])
-        tokens[rows] = _sample(logits, rows, batch, result, probs)
-    result.token_ids = tokens.tolist()
+        tokens = _sample(logits, rows, batch, result, probs)
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            result.token_ids[row] = token
     return result
+
+
+def best(logits: torch.Tensor) -> list[int]:
+    """argmax of each row of float32 [n, V], the lowest id among equals; NO_TOKEN where that entry is not finite."""
+    found = best_rows(logits) if logits.stride(1) == 1 else None
+    return _best(logits).tolist() if found is None else found
+
+
+def _draw(logits: torch.Tensor, groups: Sequence[RowGroup], result: Sampled, probs: bool) -> list[RowGroup]:
+    """Sample groups natively; those that are left."""
+    at, stride, vocab_size = logits.data_ptr(), logits.stride(0) * logits.element_size(), logits.shape[1]
+    left, parts, drawn = [], [], []
+    processed: dict[int, torch.Tensor] = {}
+    for g in groups:
+        options, mask = g.state.packed, g.mask
+        if options is None or g.state.below_minimum(g.position) or (mask is not None and not _readable(mask)):
+            left.append(g)
+            continue
+        begin, words = (0, 0) if mask is None else (mask.ctypes.data, mask.shape[1])
+        keeps = g.keep_processed or (probs and not g.state.params.greedy)
+        for j in range(g.count):
+            row, kept = g.first + j, 0
+            if keeps:
+                processed[row] = torch.empty(vocab_size)
+                kept = processed[row].data_ptr()
+            parts.append(ROW.pack(at + row * stride, begin + j * words * 4, words, kept, g.position + j))
+            parts.append(options)
+        drawn.append(g)
+    tokens = sample_rows(parts, len(parts) // 2, vocab_size) if logits.stride(1) == 1 and drawn else None
+    if tokens is None:
+        return list(groups)
+    end = 0
+    for g in drawn:
+        begin, end = end, end + g.count
+        found = tokens[begin:end]
+        if UNDECIDED in found:
+            left.append(g)
+            continue
+        result.token_ids[g.first : g.first + g.count] = found
+        for row in range(g.first, g.first + g.count):
+            if g.keep_processed:
+                result.processed[row] = processed[row]
+            if probs and not g.state.params.greedy:
+                result.probs[row] = _probability(processed[row], result.token_ids[row])
+    return left
+
+
+def _readable(mask: Bitmask) -> bool:
+    return bool(mask.dtype == np.int32 and mask.flags.c_contiguous)
+
+
+def _probability(row: torch.Tensor, token: int) -> float:
+    """Of a token in the distribution of processed logits, float32 [V]."""
+    return float(torch.exp(row[max(token, 0)] - torch.logsumexp(row[None], 1)[0]))
 
 
 def _sample(

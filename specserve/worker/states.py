@@ -9,6 +9,7 @@ import torch
 
 from specserve.core.plan import NewRequest
 from specserve.core.sampling import SamplingParams
+from specserve.kernels.cpu.sample import pack_options
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class SamplingState:
         bias: (int64 [b], float32 [b]) ids and what is added to their logits; None for none.
         counts: int32 [V], how often each id is in the output so far; None without penalties.
         in_prompt: bool [V], ids of the prompt; None without a repetition penalty.
+        packed: the options for the native sampler; None where it does not know them (penalties).
     """
 
     params: SamplingParams
@@ -33,6 +35,7 @@ class SamplingState:
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     counts: torch.Tensor | None = None
     in_prompt: torch.Tensor | None = None
+    packed: bytes | None = None
 
     @property
     def truncates(self) -> bool:
@@ -104,6 +107,16 @@ class StateTable:
         if p.repetition_penalty != 1.0:
             state.in_prompt = torch.zeros(self.vocab_size, dtype=torch.bool)
             state.in_prompt[list(new.token_ids[: new.num_prompt_tokens])] = True
+        if state.counts is None:
+            state.packed = pack_options(
+                state.seed,
+                p.temperature,
+                top_k=p.top_k,
+                top_p=p.top_p,
+                min_p=p.min_p,
+                forbidden=state.forbidden,
+                bias=state.bias,
+            )
         return state
 
     def _forbidden(self, p: SamplingParams) -> torch.Tensor | None:

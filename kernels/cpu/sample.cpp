@@ -1,0 +1,467 @@
+// From logits to token ids, a whole step in one call. What a row gives is what worker/sampler.py gives in torch, bit for
+// bit: the options, the temperature's division and the noise are the same IEEE operations, and truncation keeps the same
+// set. That set is decided by sums whose rounding is bounded; where a sum comes so close to its goal that rounding could
+// decide, or where a logit is not a number, the row is left to torch (UNDECIDED).
+#include "sample.h"
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "pool.h"
+#include "vec.h"
+
+namespace specserve {
+
+namespace {
+
+constexpr int64_t NO_TOKEN = -1, UNDECIDED = -2;
+// Relative to the whole sum: of weights by the float exponential, added up in blocks of 256; of weights in double.
+constexpr double COARSE = 5e-6, FINE = 1e-11;
+constexpr int64_t BLOCK = 64;
+constexpr float LEAST = -std::numeric_limits<float>::max();  // of what is finite
+
+typedef double f64x8 __attribute__((vector_size(64)));
+typedef int64_t i64x8 __attribute__((vector_size(64)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));
+
+}  // namespace
+
+// As sample.py packs it.
+struct SampleRow {
+    const float* logits;
+    const uint32_t* mask;  // bit t % 32 of word t / 32: t is legal; null for all
+    int64_t words;         // of the mask; tokens past it are not legal
+    float* processed;      // what the token is drawn from, [vocab]; or null
+    uint64_t position;
+    uint64_t seed;
+    const uint8_t* forbidden;  // [vocab], or null
+    const int64_t* bias_ids;   // distinct
+    const float* bias;
+    int64_t num_bias;
+    int64_t top_k;      // 0 for all
+    double top_p;       // 1 for all
+    double log_min_p;   // -inf for all
+    float temperature;  // 1 for greedy
+    int32_t noisy;      // 0 for greedy
+};
+
+namespace {
+
+// Tokens that truncation has left, in order of id; arrays are padded to whole vectors.
+struct Kept {
+    std::vector<float> x;
+    std::vector<int32_t> id;
+    std::vector<double> weight;
+    int64_t count = 0;
+
+    void reserve(int64_t size) {
+        if ((int64_t)x.size() >= size + 2 * W) return;
+        x.resize(size + 2 * W);
+        id.resize(size + 2 * W);
+        weight.resize(size + 2 * W);
+    }
+
+    void pad() {
+        for (int64_t i = count; i < count + W; i++) x[i] = -INFINITY, weight[i] = 0.0;
+    }
+};
+
+// Kept from step to step.
+struct Scratch {
+    std::vector<float> x, peaks;  // the row, padded with -inf to whole blocks; the largest entry of each block
+    Kept kept, some;
+
+    void reserve(int64_t vocab) {
+        int64_t padded = (vocab + BLOCK - 1) / BLOCK * BLOCK;
+        if ((int64_t)x.size() < padded) x.resize(padded);
+        kept.reserve(padded);
+        some.reserve(padded);
+    }
+};
+
+struct Reader {
+    const SampleRow& row;
+    int64_t vocab, covered;  // by the mask
+
+    bool edited() const { return row.mask || row.forbidden; }
+
+    // Logits i .. i + 15 under mask and forbidden ids, -inf beyond the vocabulary.
+    vfloat operator()(int64_t i) const {
+        vfloat v = load_some(row.logits + i, vocab - i, -INFINITY);
+        const vuint bit = {1u << 0, 1u << 1, 1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
+                           1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15};
+        if (row.mask) {
+            uint32_t bits = i < covered ? row.mask[i / 32] >> (i % 32) : 0;
+            v = ((vuint{} + bits) & bit) != 0 ? v : splat(-INFINITY);
+        }
+        if (row.forbidden) {
+            typedef uint8_t bytes __attribute__((vector_size(16)));
+            bytes b = {};
+            std::memcpy(&b, row.forbidden + i, vocab - i < W ? vocab - i : W);
+            v = __builtin_convertvector(b, vint) != 0 ? splat(-INFINITY) : v;
+        }
+        return v;
+    }
+};
+
+// Token of the largest entry, the lowest of equal ones; NaN never wins. NO_TOKEN if that entry is not finite.
+template <typename Read>
+int64_t best(const Read& read, int64_t vocab) {
+    vfloat peak = splat(-INFINITY);
+    vint lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vint where = lane * 0 + INT32_MAX;
+    for (int64_t i = 0; i < vocab; i += W) {
+        vfloat v = read(i);
+        vint better = v > peak;
+        peak = better ? v : peak;
+        where = better ? lane + (int32_t)i : where;
+    }
+    float top = max(peak);
+    if (!std::isfinite(top)) return NO_TOKEN;
+    int32_t index = INT32_MAX;
+    for (int i = 0; i < W; i++)
+        if (peak[i] == top && where[i] < index) index = where[i];
+    return index;
+}
+
+bool any(vint v) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#else
+    vint a = v | __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    a |= __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    return (a[0] | a[1] | a[2] | a[3]) != 0;
+#endif
+}
+
+// Options and temperature, into s.x. The largest entry; NaN if an entry is NaN.
+float prepare(const SampleRow& row, const Reader& read, Scratch& s) {
+    int64_t end = (read.vocab + BLOCK - 1) / BLOCK * BLOCK;
+    float* x = s.x.data();
+    vfloat peak = splat(-INFINITY);
+    vint nan = {};
+    if (row.num_bias) {
+        for (int64_t i = 0; i < read.vocab; i += W) store(x + i, read(i));
+        for (int64_t i = 0; i < row.num_bias; i++) x[row.bias_ids[i]] += row.bias[i];
+    }
+    for (int64_t i = 0; i < end; i += W) {
+        vfloat v = i >= read.vocab ? splat(-INFINITY) : (row.num_bias ? load(x + i) : read(i)) / row.temperature;
+        store(x + i, v);
+        nan |= v != v;
+        peak = max(v, peak);
+    }
+    return any(nan) ? NAN : max(peak);
+}
+
+// e^x for x <= 0 to a few units in the last place.
+inline f64x8 exp_double(f64x8 x) {
+    i64x8 tiny = x < -700.0;
+    x = tiny ? f64x8{} - 700.0 : x;
+    f64x8 shifted = x * 1.4426950408889634 + 0x1.8p52;
+    f64x8 n = shifted - 0x1.8p52;
+    f64x8 r = x - n * 0x1.62e42fefap-1 - n * 0x1.cf79abc9e3b39p-40;
+    f64x8 p = f64x8{} + 1.0 / 479001600;
+    for (double c : {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120,
+                     1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0})
+        p = p * r + c;
+    i64x8 e = ((i64x8)shifted << 52) + 0x3ff0000000000000LL;
+    return tiny ? f64x8{} : p * (f64x8)e;
+}
+
+inline f64x8 load_double(const float* x) {
+    vfloat8 v;
+    std::memcpy(&v, x, sizeof v);
+    return __builtin_convertvector(v, f64x8);
+}
+
+inline double add_up(f64x8 v) { return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])); }
+
+// Sum of e^(x - top) over whole blocks of 64.
+double total_coarse(const float* x, int64_t count, float top) {
+    double total = 0.0;
+    for (int64_t i = 0; i < count; i += 4 * BLOCK) {
+        vfloat sums[4] = {};
+        for (int64_t j = i; j < i + 4 * BLOCK && j < count; j += 4 * W)
+            for (int k = 0; k < 4; k++) sums[k] += exp_to_88(load(x + j + k * W) - top);
+        total += sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    }
+    return total;
+}
+
+// x - top is rounded to float, as in torch.
+inline f64x8 weights_fine(const float* x, float top) {
+    vfloat8 v;
+    std::memcpy(&v, x, sizeof v);
+    return exp_double(__builtin_convertvector(v - top, f64x8));
+}
+
+double total_fine(const float* x, int64_t count, float top) {
+    f64x8 totals[2] = {};
+    for (int64_t i = 0; i < count; i += W)
+        for (int k = 0; k < 2; k++) totals[k] += weights_fine(x + i + k * 8, top);
+    return add_up(totals[0] + totals[1]);
+}
+
+// Entries of at least `bound`, with their ids.
+void collect(const float* x, int64_t count, float bound, Kept& kept) {
+    int64_t n = 0;
+    for (int64_t i = 0; i < count; i += W) {
+        vfloat v = load(x + i);
+#ifdef __AVX512F__
+        __mmask16 m = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(bound), _CMP_GE_OQ);
+        if (!m) continue;
+        __m512i ids = _mm512_add_epi32(_mm512_set1_epi32((int)i),
+                                       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        _mm512_storeu_ps(kept.x.data() + n, _mm512_maskz_compress_ps(m, (__m512)v));
+        _mm512_storeu_si512(kept.id.data() + n, _mm512_maskz_compress_epi32(m, ids));
+        n += __builtin_popcount(m);
+#else
+        if (!any(v >= bound)) continue;
+        for (int k = 0; k < W; k++) {
+            kept.x[n] = v[k], kept.id[n] = (int32_t)i + k;
+            n += v[k] >= bound;
+        }
+#endif
+    }
+    kept.count = n;
+    kept.pad();
+}
+
+// Floats in their order as integers; its own inverse.
+inline int32_t flip(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
+inline int32_t key(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return flip(bits);
+}
+inline float value_of(int32_t key) {
+    int32_t bits = flip(key);
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// Weight of the entries of at least `bound`.
+double mass(const Kept& kept, float bound) {
+    f64x8 totals[2] = {};
+    for (int64_t i = 0; i < kept.count; i += W)
+        for (int k = 0; k < 2; k++) {
+            vfloat8 x;
+            f64x8 w;
+            std::memcpy(&x, kept.x.data() + i + k * 8, sizeof x);
+            std::memcpy(&w, kept.weight.data() + i + k * 8, sizeof w);
+            i64x8 in = __builtin_convertvector((i32x8)(x >= bound), i64x8);
+            totals[k] += (f64x8)(in & (i64x8)w);
+        }
+    return add_up(totals[0] + totals[1]);
+}
+
+// The largest value whose entries, and those above, weigh `goal` together; above: the weight of those above alone.
+// False if all together do not. Entries lie between `least` and `top`.
+bool find_edge(const Kept& all, Kept& some, double goal, float least, float top, float& edge, double& above) {
+    const Kept* from = &all;
+    int64_t low = key(least), high = (int64_t)key(top) + 1;
+    double base = 0.0;  // weight of entries at `high` and above that were left behind
+    if (!(mass(all, least) >= goal)) return false;
+    above = 0.0;
+    for (int turn = 1; high - low > 1; turn++) {
+        int32_t middle = (int32_t)(low + (high - low) / 2);
+        double weight = base + mass(*from, value_of(middle));
+        if (weight >= goal) {
+            low = middle;
+        } else {
+            high = middle;
+            above = weight;
+        }
+        if (turn % 4 || from->count <= 4 * W) continue;
+        // What lies between the two is soon few.
+        float from_here = value_of((int32_t)low), to_here = value_of((int32_t)high);
+        int64_t n = 0;
+        for (int64_t i = 0; i < from->count; i++) {
+            float x = from->x[i];
+            double w = from->weight[i];
+            some.x[n] = x, some.weight[n] = w;
+            n += (x >= from_here) & (x < to_here);
+        }
+        base = above;
+        some.count = n;
+        some.pad();
+        from = &some;
+    }
+    edge = value_of((int32_t)low);
+    return true;
+}
+
+// Keeps the fewest of the largest entries that weigh `goal` together, ties by id. False if roundings of `slack` could
+// change which these are.
+bool keep_best(Kept& kept, Kept& some, double goal, double slack, float least, float top) {
+    float edge;
+    double above;
+    if (!find_edge(kept, some, goal, least, top, edge, above)) return false;
+    double each = 0.0;
+    for (int64_t i = 0; i < kept.count && each == 0.0; i++)
+        if (kept.x[i] == edge) each = kept.weight[i];
+    if (!(each > 0.0)) return false;
+    double ties = std::max(1.0, std::ceil((goal - above) / each));
+    if (slack > 0.0 && !(above + (ties - 1) * each < goal - slack && above + ties * each > goal + slack)) return false;
+    int64_t n = 0;
+    for (int64_t i = 0; i < kept.count; i++) {
+        float x = kept.x[i];
+        bool tie = x == edge;
+        kept.x[n] = x, kept.id[n] = kept.id[i];
+        n += x > edge || (tie && ties > 0);
+        ties -= tie;
+    }
+    kept.count = n;
+    kept.pad();
+    return true;
+}
+
+bool top_k(Scratch& s, int64_t padded, int64_t k, float top) {
+    float bound = LEAST;
+    int64_t blocks = padded / BLOCK;
+    if (k <= blocks) {  // each of the k blocks with the largest peaks has an entry as large as the k-th of these
+        s.kept.count = blocks;
+        for (int64_t b = 0; b < blocks; b++) {
+            const float* x = s.x.data() + b * BLOCK;
+            s.kept.x[b] = max(max(max(load(x), load(x + W)), max(load(x + 2 * W), load(x + 3 * W))));
+            s.kept.weight[b] = 1.0;
+        }
+        s.kept.pad();
+        double above;
+        find_edge(s.kept, s.some, (double)k, LEAST, top, bound, above);
+    }
+    collect(s.x.data(), padded, bound, s.kept);
+    if (s.kept.count <= k) return true;
+    for (int64_t i = 0; i < s.kept.count; i++) s.kept.weight[i] = 1.0;
+    s.kept.pad();
+    return keep_best(s.kept, s.some, (double)k, 0.0, bound, top);
+}
+
+// Of those kept, or of the whole row.
+bool top_p(Scratch& s, int64_t padded, int64_t vocab, double p, float top, bool whole) {
+    for (bool fine : {false, true}) {
+        if (!whole && !fine) continue;  // they are few
+        const float* x = whole ? s.x.data() : s.kept.x.data();
+        int64_t count = whole ? padded : (s.kept.count + W - 1) / W * W;
+        double total = fine ? total_fine(x, count, top) : total_coarse(x, count, top);
+        // Entries under this bound weigh less than half of 1 - p together.
+        float bound = top + (float)std::log(total * (1.0 - p) / (double)vocab * 0.5) - 0.001f;
+        bound = std::max(whole ? bound : LEAST, LEAST);
+        if (whole) collect(x, padded, bound, s.kept);
+        for (int64_t i = 0; i < s.kept.count; i += W) {
+            f64x8 low, high;
+            if (fine) {
+                low = weights_fine(s.kept.x.data() + i, top), high = weights_fine(s.kept.x.data() + i + 8, top);
+            } else {
+                float e[W];
+                store(e, exp_to_88(load(s.kept.x.data() + i) - top));
+                low = load_double(e), high = load_double(e + 8);
+            }
+            std::memcpy(s.kept.weight.data() + i, &low, sizeof low);
+            std::memcpy(s.kept.weight.data() + i + 8, &high, sizeof high);
+        }
+        s.kept.pad();
+        if (keep_best(s.kept, s.some, p * total, (fine ? FINE : COARSE) * total, bound, top)) return true;
+    }
+    return false;
+}
+
+void min_p(Scratch& s, int64_t padded, double log_p, float top, bool whole) {
+    float bound = top + (float)log_p;
+    if (whole) return collect(s.x.data(), padded, std::max(bound, LEAST), s.kept);
+    int64_t n = 0;
+    for (int64_t i = 0; i < s.kept.count; i++) {
+        float x = s.kept.x[i];
+        s.kept.x[n] = x, s.kept.id[n] = s.kept.id[i];
+        n += x >= bound;
+    }
+    s.kept.count = n;
+}
+
+// Whether a part is kept, in `cut`; false if it cannot be told which.
+bool truncate(const SampleRow& row, Scratch& s, int64_t padded, int64_t vocab, float top, bool& cut) {
+    cut = false;
+    if (row.top_k > 0 && row.top_k < vocab) {
+        if (!top_k(s, padded, row.top_k, top)) return false;
+        cut = true;
+    }
+    if (row.top_p < 1.0) {
+        if (!top_p(s, padded, vocab, row.top_p, top, !cut)) return false;
+        cut = true;
+    }
+    if (row.log_min_p > -INFINITY) {
+        min_p(s, padded, row.log_min_p, top, !cut);
+        cut = true;
+    }
+    return true;
+}
+
+int64_t find(const float* x, float value) {
+    int64_t i = 0;
+    while (!any(load(x + i) == value)) i += W;
+    while (x[i] != value) i++;
+    return i;
+}
+
+int64_t sample_row(const SampleRow& row, int64_t vocab) {
+    Reader read{row, vocab, row.words * 32};
+    if (!row.noisy && !row.num_bias && !row.processed) {
+        if (read.edited()) return best(read, vocab);
+        return best([&](int64_t i) { return load_some(row.logits + i, vocab - i, -INFINITY); }, vocab);
+    }
+    thread_local Scratch s;
+    s.reserve(vocab);
+    int64_t padded = (vocab + BLOCK - 1) / BLOCK * BLOCK;
+    float top = prepare(row, read, s);
+    if (std::isnan(top) || top == INFINITY) return UNDECIDED;
+    if (top == -INFINITY) {
+        if (row.processed) std::memcpy(row.processed, s.x.data(), vocab * sizeof(float));
+        return NO_TOKEN;
+    }
+    bool cut = false;
+    if (row.noisy && !truncate(row, s, padded, vocab, top, cut)) return UNDECIDED;
+    int64_t first = find(s.x.data(), top);
+    Draw draw{-INFINITY, INT32_MAX};
+    if (row.noisy) {
+        int32_t id = (int32_t)first;
+        draw_some(row.seed, row.position, &top, &id, 1, draw);
+        if (cut && s.kept.count > vocab / 8) {  // so many take longer one by one
+            std::fill(s.x.begin(), s.x.begin() + padded, -INFINITY);
+            for (int64_t i = 0; i < s.kept.count; i++) s.x[s.kept.id[i]] = s.kept.x[i];
+            cut = false;
+        }
+        if (cut)
+            draw_some(row.seed, row.position, s.kept.x.data(), s.kept.id.data(), s.kept.count, draw);
+        else
+            draw_all(row.seed, row.position, s.x.data(), vocab, draw);
+        first = draw.id;
+    }
+    if (row.processed && !cut) std::memcpy(row.processed, s.x.data(), vocab * sizeof(float));
+    if (row.processed && cut) {
+        for (int64_t i = 0; i < vocab; i++) row.processed[i] = -INFINITY;
+        for (int64_t i = 0; i < s.kept.count; i++) row.processed[s.kept.id[i]] = s.kept.x[i];
+    }
+    return first;
+}
+
+}  // namespace
+
+}  // namespace specserve
+
+using namespace specserve;
+
+extern "C" {
+// out[i]: the token of row i, NO_TOKEN (-1) or UNDECIDED (-2).
+void ss_sample(const SampleRow* rows, int64_t* out, int64_t count, int64_t vocab, int threads) {
+    parallel_for(count, 1, threads, [&](int64_t i) { out[i] = sample_row(rows[i], vocab); });
+}
+// Greedy tokens of rows that are `stride` floats apart; NO_TOKEN (-1) where the largest entry is not finite.
+void ss_best(const float* x, int64_t* out, int64_t rows, int64_t width, int64_t stride, int threads) {
+    parallel_for(rows, 1, threads, [&](int64_t r) {
+        const float* row = x + r * stride;
+        out[r] = best([&](int64_t i) { return load_some(row + i, width - i, -INFINITY); }, width);
+    });
+}
+}
