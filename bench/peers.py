@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.progress import Progress
 
 from bench.common import RESULTS, ROOT, Row, finish, machine
-from bench.engines.environment import Environment, NotInstalled
+from bench.engines.environment import CMAKE, REQUIREMENTS, Environment, NotInstalled
 from bench.engines.measured import Measured, Store
 from bench.engines.table import OURS, agreement, rows
 from bench.engines.turns import Child, ChildFailed, closing, turns
@@ -31,6 +31,17 @@ from bench.engines.weights import gguf_variant
 from bench.engines.work import PRECISIONS, WORKS, Texts, Work
 
 PEERS = ("llama.cpp", "openvino")
+WEIGHTS = {
+    "specserve bf16": "dequantised to bfloat16",
+    "specserve q8": "the file's Q4_1 requantised to q8, its Q8_0 embedding as it is",
+    "specserve q4": "the file's Q4_1 and Q8_0 blocks as they are",
+    "llama.cpp bf16": "BF16",
+    "llama.cpp q8": "Q8_0",
+    "llama.cpp q4": "Q4_0, embedding Q8_0",
+    "openvino bf16": "float16, run in the precision that it chooses for this processor",
+    "openvino q8": "int8 asymmetric by channel",
+    "openvino q4": "int4 symmetric in groups of 64, embedding int8 asymmetric by channel",
+}
 OPENVINO_MODELS = {"bf16": "f16", "q8": "int8", "q4": "int4"}
 CONVERTER = Path(__file__).resolve().parent / "engines" / "convert_openvino.py"
 
@@ -135,7 +146,8 @@ def write(works: list[Work], store: Store, missing: dict[str, str], settings: ar
     made += [Row(f"{peer} not measured: {why}", 0.0, "") for peer, why in missing.items()]
     status = finish("peers", made, check=settings.check)
     path = RESULTS / "peers.json"
-    body = json.loads(path.read_text()) | {"repeats": settings.repeats, "threads": settings.threads} | extra
+    body = json.loads(path.read_text()) | {"repeats": settings.repeats, "threads": settings.threads}
+    body |= {"requirements": REQUIREMENTS, "cmake": CMAKE, "weights": WEIGHTS} | extra
     path.write_text(json.dumps(body, indent=1) + "\n")
     return status
 

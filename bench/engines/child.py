@@ -10,8 +10,10 @@ step, so that none pays for a transport. Imports nothing but what every environm
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -98,6 +100,13 @@ def answer(engine: Stepped, command: dict[str, Any]) -> dict[str, Any]:
     return serve(engine, prompts, out, width)
 
 
+def _end_with_parent() -> None:
+    """A stopped process does not notice that its parent is gone; Linux can be told to end it then."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engine", choices=list(CLASSES))
@@ -105,6 +114,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # Libraries write to stdout as they please: the answers get a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w")
+    _end_with_parent()
     os.dup2(2, 1)
     module, name = CLASSES[arguments.engine].split(":")
     start = time.perf_counter()
