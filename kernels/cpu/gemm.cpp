@@ -1,11 +1,6 @@
 // y = x W^T + b for weights packed once at load. The order of each output's sum over k is fixed, whatever the number of
 // rows, their place or the threads: the independence of the batch holds by construction.
-//
-// bfloat16 runs on AMX tiles where the compiler has them (16 x 16 outputs, 32 of k at a time, float32 sums), everything
-// else on vectors.
-#include "pool.h"
-#include "tiles.h"
-#include "vec.h"
+#include "gemm.h"
 
 namespace specserve {
 
@@ -92,92 +87,26 @@ void gemm_vector(const T* x, const T* packed, const T* bias, O* out, const GemmA
     });
 }
 
-#ifdef __AMX_BF16__
-
-constexpr int64_t STEP = 32, TILE_ELEMENTS = 512;
-
-// Tiles 0..3 are sums, 4 and 5 are rows of x (upper and lower half), 6 and 7 are weights.
-TileConfig config_of(int64_t upper, int64_t lower) {
-    TileConfig config;
-    uint8_t u = (uint8_t)upper, l = (uint8_t)(lower ? lower : 1);
-    config.rows[0] = config.rows[1] = config.rows[4] = u;
-    config.rows[2] = config.rows[3] = config.rows[5] = l;
-    return config;
-}
-
-// Packed as [block][k / 32][2 tiles][16 pairs of k][16 outputs][2].
-void pack_tiles(const bf16* weight, bf16* packed, int64_t n, int64_t k) {
-    for (int64_t block = 0; block * COLUMNS < n; block++)
-        for (int64_t i = 0; i < k; i++)
-            for (int64_t c = 0; c < COLUMNS; c++) {
-                int64_t row = block * COLUMNS + c;
-                bf16* tile = packed + block * COLUMNS * k + (i / STEP * 2 + c / 16) * TILE_ELEMENTS;
-                tile[i % STEP / 2 * 32 + c % 16 * 2 + i % 2] = row < n ? weight[row * k + i] : bf16{};
-            }
-}
-
-// Sums of up to 32 rows: `both` when the lower half has any.
-inline void tile_rows(const bf16* x, const bf16* weights, float* sums, int64_t k, bool both) {
-    const int64_t stride = k * 2;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t i = 0; i < k; i += STEP, weights += 2 * TILE_ELEMENTS) {
-        _tile_loadd(4, x + i, stride);
-        _tile_loadd(6, weights, 64);
-        _tile_loadd(7, weights + TILE_ELEMENTS, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (both) {
-            _tile_loadd(5, x + 16 * k + i, stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    _tile_stored(0, sums, COLUMNS * 4);
-    _tile_stored(1, sums + 16, COLUMNS * 4);
-    if (both) {
-        _tile_stored(2, sums + 16 * COLUMNS, COLUMNS * 4);
-        _tile_stored(3, sums + 16 * COLUMNS + 16, COLUMNS * 4);
-    }
-}
+// bfloat16 in multiples of 32 inputs: the kernels of packed weights.
+template <typename O>
+struct Rows {
+    O* out;
+    const bf16* bias;
+    GemmArgs a;
+};
 
 template <typename O>
-void gemm_tiles(const bf16* x, const bf16* packed, const bf16* bias, O* out, const GemmArgs& a) {
-    if (a.rows == 0) return;  // tiles of no rows are a fault
-    int64_t k = a.in_features, tail = a.rows % 32, whole = a.rows - tail;
-    const TileConfig full, rest = config_of(tail > 16 ? 16 : tail, tail > 16 ? tail - 16 : 0);
-    Claims claims(a.blocks(), a.chunk());
-    run_shared(a.threads, [&] {
-        alignas(64) float sums[32 * COLUMNS];
-        load_config(whole ? full : rest);
-        for (int64_t begin, end; claims.next(begin, end);)
-            for (int64_t block = begin; block < end; block++) {
-                const bf16* weights = packed + block * k * COLUMNS;
-                for (int64_t r = 0; r < whole; r += 32) {
-                    tile_rows(x + r * k, weights, sums, k, true);
-                    write_block(sums, 32, out + r * a.out_features, bias, block * COLUMNS, a);
-                }
-                if (tail) {
-                    if (whole) load_config(rest);
-                    tile_rows(x + whole * k, weights, sums, k, tail > 16);
-                    write_block(sums, tail, out + whole * a.out_features, bias, block * COLUMNS, a);
-                    if (whole) load_config(full);
-                }
-            }
-        _tile_release();
-    });
+void store_rows(const void* context, int, const float* sums, int64_t row, int64_t rows, int64_t column) {
+    const Rows<O>& o = *(const Rows<O>*)context;
+    write_block(sums, rows, o.out + row * o.a.out_features, o.bias, column, o.a);
 }
-
-#endif
 
 template <typename O>
 void gemm_bf16(const bf16* x, const bf16* packed, const bf16* bias, O* out, const GemmArgs& a) {
-#ifdef __AMX_BF16__
-    if (a.in_features % STEP == 0 && have_tiles()) return gemm_tiles(x, packed, bias, out, a);
-#endif
-    gemm_vector(x, packed, bias, out, a);
+    if (a.in_features % BLOCK != 0) return gemm_vector(x, packed, bias, out, a);
+    const Linear w{BF16, a.out_features, a.in_features, (const uint8_t*)packed, nullptr};
+    const Rows<O> rows{out, bias, a};
+    gemm(Product{w, Operand::of(x, a.in_features), a.rows, store_rows<O>, &rows, nullptr, 0}, a.threads);
 }
 
 }  // namespace specserve
@@ -185,13 +114,12 @@ void gemm_bf16(const bf16* x, const bf16* packed, const bf16* bias, O* out, cons
 using namespace specserve;
 
 extern "C" {
+void ss_pack(int64_t kind, int64_t n, int64_t k, int64_t block, const uint8_t* rows, uint8_t* packed, int threads);
 // weight [n, k] -> packed [ceil(n / 32) * 32 * k] elements.
 void ss_pack_f32(const float* weight, float* packed, int64_t n, int64_t k) { pack_vector(weight, packed, n, k); }
 void ss_pack_bf16(const bf16* weight, bf16* packed, int64_t n, int64_t k) {
-#ifdef __AMX_BF16__
-    if (k % STEP == 0 && have_tiles()) return pack_tiles(weight, packed, n, k);
-#endif
-    pack_vector(weight, packed, n, k);
+    if (k % BLOCK) return pack_vector(weight, packed, n, k);
+    ss_pack(BF16, n, k, 0, (const uint8_t*)weight, (uint8_t*)packed, 1);
 }
 // x [rows, k] -> out [rows, n], contiguous; bias [n] or null.
 #define GEMM(NAME, T, O, RUN)                                                                                         \
