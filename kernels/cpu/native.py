@@ -62,6 +62,8 @@ SIGNATURES = {
     "ss_argmax": (_P, _P, _I, _I, _N),
     "ss_apply_bitmask": (_P, _P, _I, _I, _I, _N),
     "ss_gumbel": (_P, _P, _P, _I, _I, _N),
+    "ss_limit_threads": (_N,),
+    "ss_count_claims": (_P, _P, _I, _I, _N),
 }
 # Of those that give something back.
 RESULTS = {"ss_forward_scratch": _I, "ss_packed_bytes": _I, "ss_layout": c_char_p}
