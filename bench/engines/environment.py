@@ -22,8 +22,9 @@ REQUIREMENTS = {
         "numpy==2.4.6",
     ),
 }
-OPTIONS = {"llama.cpp": ("--no-cache-dir", "--no-binary", "llama-cpp-python"), "openvino": ()}
+OPTIONS = {"llama.cpp": ("--no-cache-dir", "--force-reinstall", "--no-binary", "llama-cpp-python"), "openvino": ()}
 CMAKE = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"
+REPAIR = Path(__file__).with_name("gcc_amx.h")
 
 
 class NotInstalled(Exception):
@@ -35,7 +36,7 @@ class Environment:
 
     Args:
         folder: need not exist yet.
-        processor: what this machine is; a peer that was compiled for another is installed anew.
+        processor: what this machine is; peers are installed anew where it is another.
     """
 
     def __init__(self, folder: Path, processor: str, say: Say) -> None:
@@ -49,9 +50,10 @@ class Environment:
         """Raises NotInstalled. What is there already, in this version, is left alone."""
         stamp = self.folder / f"installed-{peer}.json"
         wanted = {"requirements": list(REQUIREMENTS[peer]), "processor": self._processor, "cmake": CMAKE}
+        if peer == "llama.cpp":
+            wanted["repair"] = REPAIR.read_text()
         if self._pip.exists() and _read(stamp) == wanted:
             return
-        again = ["--force-reinstall"] if stamp.exists() else []
         stamp.unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._pip.exists():
@@ -60,8 +62,9 @@ class Environment:
         self._say(f"installing {', '.join(REQUIREMENTS[peer])}" + (" (compiles)" if peer == "llama.cpp" else ""))
         build = {"CMAKE_ARGS": CMAKE, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
         build = {name: os.environ.get(name, value) for name, value in build.items()}
+        build["CXXFLAGS"] = f"{os.environ.get('CXXFLAGS', '')} -include {REPAIR}"
         pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
-        self._run(f"install-{peer}", [*pip, *again, *OPTIONS[peer], *REQUIREMENTS[peer]], build)
+        self._run(f"install-{peer}", [*pip, *OPTIONS[peer], *REQUIREMENTS[peer]], build)
         stamp.write_text(json.dumps(wanted))
 
     def run(self, name: str, script: Path, *arguments: str) -> None:

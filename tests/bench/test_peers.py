@@ -284,12 +284,13 @@ def test_what_is_installed_is_left_alone_until_the_processor_changes(tmp_path):
     said = []
     environment = Environment(tmp_path / "peers", "cpu", said.append)
     environment.python.parent.mkdir(parents=True)
-    environment.python.write_text('#!/bin/sh\necho "$@" >> ' + f"{tmp_path}/calls\n")
+    environment.python.write_text('#!/bin/sh\necho "$@" "$CXXFLAGS" >> ' + f"{tmp_path}/calls\n")
     environment.python.chmod(0o755)
     environment.python.with_name("pip").touch()
     environment.install("llama.cpp")
     environment.install("llama.cpp")
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
+    assert "gcc_amx.h" in (tmp_path / "calls").read_text(), "GCC's AMX intrinsics need it"
     assert json.loads((environment.folder / "installed-llama.cpp.json").read_text())["processor"] == "cpu"
     Environment(environment.folder, "another", said.append).install("llama.cpp")
     assert "--force-reinstall" in (tmp_path / "calls").read_text().splitlines()[1]
