@@ -9,7 +9,7 @@ import torch
 
 from specserve.core.plan import BlockCopy, SampledTokens, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from specserve.core.protocols import Bitmask, DraftRows
-from specserve.spec.verify import Verified, verify
+from specserve.spec.verify import NO_TOKEN, Verified, verify
 from specserve.worker.beams import continuations
 from specserve.worker.logprobs import token_logprobs
 from specserve.worker.runner import ModelRunner
@@ -40,6 +40,7 @@ class LocalExecutor:
         self._vocab_size = vocab_size
         self._states = StateTable(vocab_size, eos_ids)
         self._logits = torch.empty(0, 0)
+        self._best: list[int] | None = None  # the tokens, where no logits were asked for
         self._timings: dict[str, float] = {}
 
     def forward(self, plan: StepPlan) -> None:
@@ -49,13 +50,20 @@ class LocalExecutor:
             NotImplementedError: a draft is a tree with branches.
         """
         for scheduled in plan.requests:
-            if not scheduled.draft.is_chain:
+            if scheduled.draft.tokens and not scheduled.draft.is_chain:
                 raise NotImplementedError("drafts with branches need tree attention; this executor runs chains only")
         begin = time.perf_counter()
         self._states.update(plan.added, plan.removed)
-        swapping = sum(runner.move(plan) for runner in self._runners)
+        swapping = 0.0
+        if plan.swap_out or plan.swap_in or plan.copies:
+            swapping = sum(runner.move(plan) for runner in self._runners)
+        self._best = None
         if plan.requests:
-            self._logits = self._target.forward(plan.requests, [r.num_logits for r in plan.requests])
+            wanted = [r.num_logits for r in plan.requests]
+            if all(map(self._plain, plan.requests)):
+                self._best = self._target.best(plan.requests, wanted, self._vocab_size)
+            else:
+                self._logits = self._target.forward(plan.requests, wanted)
         self._timings = {"forward": time.perf_counter() - begin - swapping}
         if plan.swap_out or plan.swap_in:
             self._timings["swap"] = swapping
@@ -67,9 +75,31 @@ class LocalExecutor:
         Beams are not sampled: each gets its best continuations, and its state stays as it is.
 
         Raises:
-            ValueError: a guided request with logits has no mask.
+            ValueError: a guided request with logits has no mask, or there is one for a request that is not guided.
         """
         begin = time.perf_counter()
+        if self._best is not None and masks:
+            raise ValueError("a mask came for a request that is not guided: its token is chosen already")
+        outputs = self._emit_best(plan, self._best) if self._best is not None else self._sample(plan, masks)
+        self._best = None
+        self._logits = torch.empty(0, 0)
+        return StepResult(plan.step, tuple(outputs), {**self._timings, "sample": time.perf_counter() - begin})
+
+    def _emit_best(self, plan: StepPlan, tokens: Sequence[int]) -> list[SampledTokens]:
+        outputs = []
+        end = 0
+        for r in plan.requests:
+            begin, end = end, end + r.num_logits
+            outputs.append(self._emit(r, tokens[begin:end]) if r.num_logits else SampledTokens(r.request_id, r.epoch))
+        return outputs
+
+    def _emit(self, r: ScheduledRequest, tokens: Sequence[int]) -> SampledTokens:
+        """What one plain request's sampled rows give."""
+        if not r.draft.tokens and tokens[0] != NO_TOKEN:
+            return SampledTokens(r.request_id, r.epoch, (tokens[0],))
+        return _verdict(r, verify(r.draft, tokens))
+
+    def _sample(self, plan: StepPlan, masks: Mapping[str, Bitmask]) -> list[SampledTokens]:
         groups = {}
         first = 0
         for r in plan.requests:
@@ -77,15 +107,17 @@ class LocalExecutor:
                 groups[r.request_id] = self._group(r, first, masks.get(r.request_id))
                 first += r.num_logits
         beams = {name: g for name, g in groups.items() if g.state.params.beams}
-        candidates = dict(zip(beams, continuations(self._logits, list(beams.values()), self._vocab_size), strict=True))
+        candidates = {}
+        if beams:
+            found = continuations(self._logits, list(beams.values()), self._vocab_size)
+            candidates = dict(zip(beams, found, strict=True))
         rest = [g for name, g in groups.items() if name not in beams]
         sampled = sample(self._logits, rest, self._vocab_size) if rest else Sampled([])
         outputs = []
         for r in plan.requests:
-            found = candidates.get(r.request_id)
-            outputs.append(_beam(r, found) if found else self._output(r, groups.get(r.request_id), sampled))
-        self._logits = torch.empty(0, 0)
-        return StepResult(plan.step, tuple(outputs), {**self._timings, "sample": time.perf_counter() - begin})
+            entries = candidates.get(r.request_id)
+            outputs.append(_beam(r, entries) if entries else self._output(r, groups.get(r.request_id), sampled))
+        return outputs
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRows]) -> list[tuple[int, float]]:
@@ -124,6 +156,13 @@ class LocalExecutor:
     def _runners(self) -> list[ModelRunner]:
         return [self._target] if self._draft is None else [self._target, self._draft]
 
+    def _plain(self, r: ScheduledRequest) -> bool:
+        """No logits of the request are needed, only its greedy tokens."""
+        if not r.num_logits:
+            return True
+        state = self._states[r.request_id]
+        return state.plain and not state.below_minimum(_position(r))
+
     def _group(self, r: ScheduledRequest, first: int, mask: Bitmask | None) -> RowGroup:
         state = self._states[r.request_id]
         p = state.params
@@ -133,7 +172,7 @@ class LocalExecutor:
             state,
             first,
             r.num_logits,
-            position=r.start + len(r.token_ids) - len(r.draft),
+            position=_position(r),
             chain=r.draft.tokens,
             mask=mask,
             keep_processed=p.logprobs is not None and p.logprobs_mode == "processed",
@@ -143,17 +182,9 @@ class LocalExecutor:
         if group is None:
             return SampledTokens(r.request_id, r.epoch)
         verified = verify(r.draft, sampled.token_ids[group.first : group.first + group.count])
-        if not verified.token_ids:
-            return SampledTokens(r.request_id, r.epoch, num_drafted=len(r.draft), error=NO_LEGAL_TOKEN)
-        group.state.append(verified.token_ids)
-        return SampledTokens(
-            r.request_id,
-            r.epoch,
-            verified.token_ids,
-            num_drafted=len(r.draft),
-            num_accepted=verified.num_accepted,
-            logprobs=self._logprobs(group, verified, sampled),
-        )
+        if verified.token_ids:
+            group.state.append(verified.token_ids)
+        return _verdict(r, verified, self._logprobs(group, verified, sampled))
 
     def _logprobs(self, group: RowGroup, verified: Verified, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
         count = group.state.params.logprobs
@@ -165,6 +196,24 @@ class LocalExecutor:
             logits = sampled.processed[at] if group.keep_processed else self._logits[at, : self._vocab_size]
             entries.append(token_logprobs(logits, token, count))
         return tuple(entries)
+
+
+def _position(r: ScheduledRequest) -> int:
+    """Of the token that the first sampled row gives."""
+    return r.start + len(r.token_ids) - len(r.draft)
+
+
+def _verdict(r: ScheduledRequest, verified: Verified, logprobs: tuple[TokenLogprobs, ...] = ()) -> SampledTokens:
+    if not verified.token_ids:
+        return SampledTokens(r.request_id, r.epoch, num_drafted=len(r.draft), error=NO_LEGAL_TOKEN)
+    return SampledTokens(
+        r.request_id,
+        r.epoch,
+        verified.token_ids,
+        num_drafted=len(r.draft),
+        num_accepted=verified.num_accepted,
+        logprobs=logprobs,
+    )
 
 
 def _beam(r: ScheduledRequest, candidates: tuple[TokenLogprobs, ...]) -> SampledTokens:

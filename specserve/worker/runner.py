@@ -14,13 +14,18 @@ from specserve.models.batch import ForwardBatch
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
 from specserve.worker.host import HostBlocks
-from specserve.worker.inputs import Rows, build_batch
+from specserve.worker.inputs import BatchBuilder, Rows
+from specserve.worker.sampler import best
 
 MEASURED_BYTES = 4 * 2**20  # moved at a time to measure what a swap costs
 
 
 class Model(Protocol):
-    """What every model of specserve.models is."""
+    """What every model of specserve.models is.
+
+    One may also have forward_best(batch, cache, vocab_size) -> int64 [len(batch.logit_rows)]: the ids of the largest
+    logits below vocab_size, the lowest of equal ones, NO_TOKEN (-1) where that logit is not finite.
+    """
 
     @property
     def info(self) -> ModelInfo: ...
@@ -42,6 +47,7 @@ class ModelRunner:
         self.cache = cache
         self.pool = pool
         self.host = HostBlocks(cache, num_host_blocks)
+        self._builder = BatchBuilder(cache.block_size)
 
     @property
     def info(self) -> ModelInfo:
@@ -73,7 +79,20 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, items: Sequence[Rows], num_logits: Sequence[int]) -> torch.Tensor:
         """Logits of the last num_logits[i] rows of each item, float32 [sum, width]."""
-        return self.model.forward(build_batch(items, num_logits, self.cache.block_size), self.cache)
+        return self.model.forward(self._builder.build(items, num_logits), self.cache)
+
+    @torch.inference_mode()
+    def best(self, items: Sequence[Rows], num_logits: Sequence[int], vocab_size: int) -> list[int]:
+        """Greedy tokens of the same rows, without their logits where the model can do without.
+
+        The lowest id among equals; NO_TOKEN where the largest logit is not finite. Ids from vocab_size on are padding.
+        """
+        batch = self._builder.build(items, num_logits)
+        forward_best = getattr(self.model, "forward_best", None)
+        if forward_best is not None:
+            found: list[int] = forward_best(batch, self.cache, vocab_size).tolist()
+            return found
+        return best(self.model.forward(batch, self.cache)[:, :vocab_size])
 
     @torch.inference_mode()
     def measure_swap(self) -> float:

@@ -25,6 +25,7 @@ class SamplingState:
         counts: int32 [V], how often each id is in the output so far; None without penalties.
         in_prompt: bool [V], ids of the prompt; None without a repetition penalty.
         packed: the options for the native sampler; None where it does not know them (penalties).
+        plain: nothing but the ids of the largest logits is asked for, min_tokens aside.
     """
 
     params: SamplingParams
@@ -36,6 +37,7 @@ class SamplingState:
     counts: torch.Tensor | None = None
     in_prompt: torch.Tensor | None = None
     packed: bytes | None = None
+    plain: bool = False
 
     @property
     def truncates(self) -> bool:
@@ -117,6 +119,8 @@ class StateTable:
                 forbidden=state.forbidden,
                 bias=state.bias,
             )
+        options = (p.guided, p.logprobs, p.beams or None, state.forbidden, state.bias, state.counts)
+        state.plain = p.greedy and all(option is None for option in options)
         return state
 
     def _forbidden(self, p: SamplingParams) -> torch.Tensor | None:

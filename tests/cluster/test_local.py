@@ -24,8 +24,8 @@ def executor(**options):
     return LocalExecutor(runner, vocab_size=VOCAB, eos_ids=[EOS], **options), runner
 
 
-def new(name, tokens, **params):
-    return NewRequest(name, tuple(tokens), len(tokens), SamplingParams(**params), 3)
+def new(name, tokens, num_prompt=None, **params):
+    return NewRequest(name, tuple(tokens), num_prompt or len(tokens), SamplingParams(**params), 3)
 
 
 def run(ex, plan, masks=None):
@@ -74,8 +74,52 @@ def test_a_failing_row_behind_the_draft_does_not_fail_what_came_before():
     first = run(ex, StepPlan(1, (ask("a", [5]),), (new("a", [5]),))).outputs[0].token_ids[0]
     ex, _ = executor()
     masks = {"a": torch.tensor([[-1, -1], [0, 0]], dtype=torch.int32).numpy()}
-    result = run(ex, StepPlan(1, (ask("a", [5], draft=(first,)),), (new("a", [5]),)), masks).outputs[0]
+    guided = new("a", [5], guided={"regex": "x*"})
+    result = run(ex, StepPlan(1, (ask("a", [5], draft=(first,)),), (guided,)), masks).outputs[0]
     assert (result.token_ids, result.num_accepted, result.error) == ((first,), 0, None)
+
+
+class TestBest:
+    """Steps whose rows are all plain ask the model for tokens, not for logits."""
+
+    def tokens(self, monkeypatch, *others):
+        """(tokens of request a beside others, whether the logits were asked for)."""
+        ex, runner = executor()
+        asked = []
+        forward = runner.forward
+        monkeypatch.setattr(runner, "forward", lambda *a: asked.append(1) or forward(*a))
+        rest = [(ask(n.request_id, [6, 7], blocks=(3 + i,)), n) for i, n in enumerate(others)]
+        plan = StepPlan(1, (ask("a", [5]), *(r for r, _ in rest)), (new("a", [5]), *(n for _, n in rest)))
+        masks = {n.request_id: np.full((1, 2), -1, dtype=np.int32) for n in others if n.params.guided}
+        return run(ex, plan, masks).outputs[0].token_ids, bool(asked)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"temperature": 0.5},
+            {"logprobs": 0},
+            {"beam_width": 2},
+            {"min_tokens": 2},
+            {"presence_penalty": 1.0},
+            {"logit_bias": {3: 1.0}},
+            {"banned_token_ids": (3,)},
+            {"guided": {"regex": "x*"}},
+        ],
+    )
+    def test_one_row_that_is_not_plain_needs_the_logits(self, monkeypatch, options):
+        alone, asked = self.tokens(monkeypatch)
+        assert not asked
+        assert self.tokens(monkeypatch, new("b", [6, 7]), new("c", [6, 7])) == (alone, False)
+        assert self.tokens(monkeypatch, new("b", [6, 7]), new("c", [6, 7], **options)) == (alone, True)
+
+    def test_min_tokens_are_forgotten_once_they_are_there(self, monkeypatch):
+        assert self.tokens(monkeypatch, new("b", [6, 7], num_prompt=1, min_tokens=1))[1] is False
+
+    def test_a_mask_that_comes_too_late_is_refused(self):
+        ex, _ = executor()
+        mask = np.full((1, 2), -1, dtype=np.int32)
+        with pytest.raises(ValueError, match="not guided"):
+            run(ex, StepPlan(1, (ask("a", [5]),), (new("a", [5]),)), {"a": mask})
 
 
 class TestMoves:

@@ -3,7 +3,7 @@ import random
 import torch
 
 from specserve.core.plan import ScheduledRequest
-from specserve.worker.inputs import build_batch
+from specserve.worker.inputs import BatchBuilder, build_batch
 
 
 def test_rows_slots_and_logit_rows():
@@ -43,3 +43,37 @@ def test_random_plans_hold_the_invariants():
             for j in range(k)
         ]
         assert batch.logit_rows.tolist() == rows
+
+
+def test_kept_tables_follow_their_sequences():
+    """Over many steps one builder makes what a new one makes: blocks are copied, given back and taken by others."""
+    rng = random.Random(5)
+    builder = BatchBuilder(4)
+    tables = {name: [] for name in "abcdef"}
+    for step in range(200):
+        present = rng.sample(sorted(tables), rng.randint(1, 6))
+        items = []
+        for name in present:
+            start = rng.randint(0, 30) if step % 3 else rng.randint(0, 120)
+            count = 1 if step % 2 else rng.randint(1, 9)
+            need = -(-(start + count) // 4)
+            table = tables[name]
+            if rng.random() < 0.3 and table:
+                table[rng.randrange(len(table))] = rng.randrange(500)
+            if rng.random() < 0.1:
+                table = tables[name] = list(table)
+            del table[need + rng.randint(0, 1) :]
+            table.extend(rng.randrange(500) for _ in range(need - len(table)))
+            items.append(ScheduledRequest(name, 0, tuple(rng.choices(range(100), k=count)), start, table, 1))
+        wanted = [1 if step % 2 else rng.randint(0, len(i.token_ids)) for i in items]
+        batch, fresh = builder.build(items, wanted), build_batch(items, wanted, 4)
+        batch.check(500, 4)
+        for name in ("token_ids", "positions", "slots", "row_sequence", "block_tables", "logit_rows"):
+            found, expected = getattr(batch, name), getattr(fresh, name)
+            assert torch.equal(found, expected)
+            assert (found.dtype, found.is_contiguous()) == (expected.dtype, True)
+        assert batch.segments == fresh.segments
+        assert batch.block_tables.tolist() == [
+            [*i.block_ids[: (n := -(-(i.start + len(i.token_ids)) // 4))], *[0] * (batch.block_tables.shape[1] - n)]
+            for i in items
+        ]

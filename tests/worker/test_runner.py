@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specserve.core.plan import BlockCopy, BlockSwap, StepPlan
+from specserve.core.plan import BlockCopy, BlockSwap, ScheduledRequest, StepPlan
 from specserve.models.kv_cache import PagedKVCache
 from specserve.worker import runner as module
 from specserve.worker.host import HostBlocks
@@ -120,3 +120,35 @@ class TestMeasure:
 
     def test_without_host_memory_a_swap_is_out_of_reach(self):
         assert make(num_host_blocks=0).measure_swap() == math.inf
+
+
+class BestModel(TinyModel):
+    """Has the method that gives tokens without logits."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.asked = []
+
+    def forward_best(self, batch, cache, vocab_size):
+        self.asked.append(vocab_size)
+        return self.forward(batch, cache)[:, :vocab_size].argmax(-1)
+
+
+class TestBest:
+    @pytest.mark.parametrize("kind", [TinyModel, BestModel])
+    def test_tokens_are_the_argmax_below_the_padding(self, kind):
+        model = kind(vocab=48, width=56)
+        items = [ScheduledRequest("a", 0, (5, 6, 7), 0, [1], 2), ScheduledRequest("b", 0, (8,), 0, [2], 1)]
+        runner = ModelRunner(model, model.cache(8, 4))
+        logits = ModelRunner(TinyModel(vocab=48, width=56), model.cache(8, 4)).forward(items, [2, 1])
+        assert runner.best(items, [2, 1], 48) == logits[:, :48].argmax(-1).tolist()
+        assert getattr(model, "asked", [48]) == [48]
+
+    def test_a_row_that_is_not_finite_gives_no_token(self):
+        model = TinyModel()
+        model.output[:] = float("nan")
+        assert ModelRunner(model, model.cache(8, 4)).best([ScheduledRequest("a", 0, (5,), 0, [1], 1)], [1], 48) == [-1]
+
+    def test_no_logits_are_no_tokens(self):
+        model = TinyModel()
+        assert ModelRunner(model, model.cache(8, 4)).best([ScheduledRequest("a", 0, (5,), 0, [1], 0)], [0], 48) == []
