@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a GPU this exact version has a CPU build; change it with TORCH="torch" to take the default CUDA build.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
 
-.PHONY: demo test test-all lint browser bench-serve bench-latency bench-kv bench-sched bench-peers clean
+.PHONY: demo test test-all test-sanitised lint browser bench-serve bench-latency bench-kv bench-sched bench-peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specserve demo
@@ -15,6 +15,14 @@ test: $(VENV)/.installed-dev lint
 
 test-all: $(VENV)/.installed-dev lint
 	SPECSERVE_EXAMPLES=10000 $(BIN)/pytest -n 2 --dist loadfile -m "slow or not slow" --timeout 3600
+
+# The kernels' tests on libraries that stop at the first wrong access or undefined operation, for every instruction set
+# of this machine. The sanitisers must be in the process before anything else is.
+SANITISERS = $(foreach lib,libasan.so libubsan.so libstdc++.so,$(shell $${CXX:-g++} -print-file-name=$(lib)))
+test-sanitised: $(VENV)/.installed-dev
+	SPECSERVE_SANITISE=1 LD_PRELOAD="$(SANITISERS)" PYTHONMALLOC=malloc \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		$(BIN)/pytest tests/kernels -p no:cacheprovider
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import torch
 from specserve.kernels import reference
 from specserve.kernels.cpu import ops
 
+pytestmark = pytest.mark.usefixtures("native_variants")
 CONTEXT = 203  # three tiles of 64 keys and a piece
 
 

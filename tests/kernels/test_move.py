@@ -11,6 +11,7 @@ from specserve.kernels import reference
 from specserve.kernels.cpu import native, ops
 
 LAYERS, BLOCKS, SLOTS = 3, 12, 7
+pytestmark = pytest.mark.usefixtures("native_variants")
 SHAPES = [(torch.float32, 4, 2, 8), (torch.bfloat16, 5, 1, 7), (torch.bfloat16, 16, 3, 64)]
 
 

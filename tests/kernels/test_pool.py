@@ -101,6 +101,15 @@ def test_fewer_threads_use_the_first_slots_only():
         assert calls.max() <= 1  # a ninth slot would write past the end
 
 
+def test_the_call_returns_when_all_have():
+    total = 300_000
+    last = torch.arange(1, MANY + 1) * total // MANY - 1  # of each range: who is not waited for has not come to it
+    for _ in range(200):
+        counts, calls = torch.zeros(total, dtype=torch.int64), torch.zeros(MANY, dtype=torch.int64)
+        library().ss_count_claims(counts.data_ptr(), calls.data_ptr(), total, total, MANY)
+        assert (counts[last] == 1).all()
+
+
 def python(code: str, **environment: str) -> str:
     """Print lines from a process of its own, where `run(threads)` shares work and `helpers()` maps the pool's thread
     ids to the CPUs that each may use."""

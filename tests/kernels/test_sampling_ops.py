@@ -10,6 +10,7 @@ import torch
 from specserve.kernels import reference
 from specserve.kernels.cpu import native, ops
 
+pytestmark = pytest.mark.usefixtures("native_variants")
 torch.set_num_threads(1)
 
 
