@@ -200,9 +200,11 @@ void choose(const void* context, int slot, const float* sums, int64_t row, int64
     for (int64_t r = 0; r < rows; r++) {
         Best& best = c.best[slot * c.rows + row + r];
         vfloat low = with_bias(sums + r * PANEL, c.w, column), high = with_bias(sums + r * PANEL + W, c.w, column + W);
-        if (end == PANEL && !(max(max(low, high)) >= best.value)) continue;
+        const vint less = (low < best.value) & (high < best.value);  // of NaN nothing is
+        if (end == PANEL && sum(less ? vfloat{} : splat(1.0f)) == 0.0f) continue;
         for (int64_t i = 0; i < end; i++) {
             float value = i < W ? low[i] : high[i - W];
+            if (value != value) value = INFINITY;  // as little finite, and nothing is greater
             if (value > best.value || (value == best.value && column + i < best.id)) best = {value, column + i};
         }
     }

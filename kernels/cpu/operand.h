@@ -17,18 +17,26 @@ struct Inputs {
     }
 };
 
-inline vfloat magnitude(vfloat v) { return (vfloat)((vuint)v & 0x7fffffffu); }
+// Of magnitudes as whole numbers, which have the order of the numbers themselves, but NaN above all.
+inline float greatest(vfloat low, vfloat high) {
+    auto max = [](vint a, vint b) { return a > b ? a : b; };
+    vint v = max((vint)low & 0x7fffffff, (vint)high & 0x7fffffff);
+    v = max(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = max(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = max(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    return ((vfloat)max(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)))[0];
+}
 
-// 32 inputs: the greatest magnitude becomes 127, ties are rounded to even.
+// 32 inputs: the greatest magnitude becomes 127, ties are rounded to even. Where one is not finite no sum will be.
 inline void quantise_block(const Inputs& to, int64_t block, vfloat low, vfloat high) {
-    float most = max(max(magnitude(low), magnitude(high))), unit = most > 0.0f ? 127.0f / most : 0.0f;
+    float most = greatest(low, high), unit = most > 0.0f ? 127.0f / most : 0.0f;
     vfloat shift = splat(12582912.0f);  // 1.5 * 2^23: the rounded integer is in the low bits
     vint a = (vint)(low * unit + shift) - 0x4b400000, b = (vint)(high * unit + shift) - 0x4b400000;
     int32_t total = 0;
     for (int i = 0; i < W; i++) {
-        to.q[block * BLOCK + i] = (int8_t)a[i];
-        to.q[block * BLOCK + W + i] = (int8_t)b[i];
-        total += a[i] + b[i];
+        const int8_t first = (int8_t)a[i], second = (int8_t)b[i];
+        to.q[block * BLOCK + i] = first, to.q[block * BLOCK + W + i] = second;
+        total += first + second;
     }
     float scale = most / 127.0f;
     to.scale[block] = scale, to.total[block] = total, to.sum[block] = scale * (float)total;

@@ -9,6 +9,7 @@ import torch
 
 from specserve.core.errors import ModelLoadError
 from specserve.kernels.cpu.forward import PANEL, Forward, Shape, Step, pointer, refusal
+from specserve.kernels.cpu.packing import Kind
 from specserve.models.batch import ForwardBatch
 from specserve.models.config import ModelConfig
 from specserve.models.info import ModelInfo
@@ -55,12 +56,12 @@ class NativeLlama:
         packed: the weights, bfloat16 or quantised. Activations and KV are bfloat16, the residual stream float32.
 
     Raises:
-        ModelLoadError: the kernels do not take the model's shape; ask `refuses` first.
+        ModelLoadError: the kernels do not take the model's shape (ask `refuses` first) or weights in float32.
     """
 
     def __init__(self, packed: PackedModel, *, numerics: str = "invariant", name: str = "") -> None:
         config = packed.config
-        reason = self.refuses(config)
+        reason = self.refuses(config) or _unfit(packed)
         if reason is not None:
             raise ModelLoadError(f"model: the native forward does not run {name}: {reason}", param="model")
         self.config = config
@@ -137,6 +138,7 @@ class NativeLlama:
         return result
 
     def _step(self, batch: ForwardBatch, cache: PagedKVCache) -> Step:
+        assert cache.dtype == torch.bfloat16
         self._rotary.ensure(max(start + count for _, count, _, start in batch.segments))
         key = cache.storage
         return Step(
@@ -168,14 +170,20 @@ class NativeLlama:
             raise ValueError(f"layers {list(partial.keep_layers)} are not among those that are run")
         hidden = partial.hidden
         if hidden is not None and (
-            hidden.shape != (batch.num_rows, self.info.hidden_size) or hidden.dtype != torch.float32
+            hidden.shape != (batch.num_rows, self.info.hidden_size)
+            or hidden.dtype != torch.float32
+            or not hidden.is_contiguous()
         ):
-            raise ValueError(f"hidden is not float32 [{batch.num_rows}, {self.info.hidden_size}]")
+            raise ValueError(f"hidden is not float32 [{batch.num_rows}, {self.info.hidden_size}] without gaps")
         for name, ids, limit in (
             ("keep_rows", partial.keep_rows, batch.num_rows),
             ("vocabulary", partial.vocabulary, self.info.vocab_size),
         ):
-            if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
+            if ids is None:
+                continue
+            if ids.dtype != torch.int64 or ids.ndim != 1 or not ids.is_contiguous():
+                raise ValueError(f"{name} is not int64 [n] without gaps")
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
                 raise ValueError(f"{name}: ids are not within 0..{limit - 1}")
 
 
@@ -189,3 +197,9 @@ def _shape(config: ModelConfig) -> Shape:
         config.vocab_size,
         config.rms_norm_eps,
     )
+
+
+def _unfit(packed: PackedModel) -> str | None:
+    """Why these weights cannot be multiplied by; None where they can."""
+    matrices = [w for layer in packed.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    return "its weights are float32" if any(w.kind is Kind.F32 for w in [*matrices, packed.head]) else None
