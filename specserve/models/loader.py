@@ -19,7 +19,6 @@ from specserve.models.config import ModelConfig, unsupported
 from specserve.models.gguf import GGUFTensors, gguf_model_config, gguf_weights
 from specserve.models.gguf_file import GGUFFile
 from specserve.models.gguf_tokenizer import gguf_tokenizer
-from specserve.models.hf import TransformersModel
 from specserve.models.hf_folder import FolderTensors, folder_config, folder_weights
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
@@ -138,6 +137,9 @@ def _load_folder(source: ModelSource, options: Options) -> LoadedModel:
     tokenizer = folder_tokenizer(source.path, source.name)
     reason = unsupported(hf_config)
     if reason is not None:
+        # Imported here: transformers' models take longer to import than a model of the family takes to load.
+        from specserve.models.hf import TransformersModel
+
         _log.info("%s: %s; running it through transformers in %s", source.name, reason, options.dtype)
         model = TransformersModel.from_folder(
             source.path, options.dtype, options.numerics, source.name, options.progress
