@@ -16,6 +16,9 @@ from types import ModuleType
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
+if __name__.partition(".")[0] == "kernels":
+    raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
+
 FOLDER = Path(__file__).resolve().parent
 
 log = logging.getLogger("specserve.kernels")

@@ -150,6 +150,20 @@ def test_the_package_build_leaves_out_what_cannot_be_compiled(monkeypatch, small
     assert not stale.exists()
 
 
+@needs_native
+def test_an_editable_install_gets_the_best_one_and_keeps_it(monkeypatch, small, tmp_path):
+    best = isa.Variant("best", isa.machine(), (), frozenset())
+    monkeypatch.setattr(isa, "runnable", lambda: [plainest(), best])
+    monkeypatch.setattr(package, "_module", {"isa": isa, "build": builder}.get)
+    assert package.compile_libraries(tmp_path, best_only=True) == ["best"]
+    made = [path.stat().st_mtime_ns for path in tmp_path.glob("*.so")]
+    assert package.compile_libraries(tmp_path, best_only=True) == ["best"]
+    assert [path.stat().st_mtime_ns for path in tmp_path.glob("*.so")] == made
+    (small / "small.cpp").write_text(SMALL.replace("42", "43"))
+    package.compile_libraries(tmp_path, best_only=True)
+    assert builder.built(best, tmp_path)
+
+
 def test_the_package_build_without_a_compiler_is_no_error(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
