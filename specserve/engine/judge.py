@@ -18,6 +18,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specserve.core.errors import SpecserveError
 from specserve.core.plan import TokenLogprobs
@@ -27,8 +28,7 @@ from specserve.engine.detokenizer import Detokenizer
 from specserve.engine.stops import StopMatcher
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(NamedTuple):
     """Output that may be shown: ids, text and (where asked for) one log probability entry an id."""
 
     token_ids: tuple[int, ...] = ()
@@ -36,8 +36,7 @@ class Release:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Of one step's tokens the first `num_tokens` count; `finish_reason` is set if the last of them ends the answer."""
 
     num_tokens: int
@@ -114,12 +113,31 @@ class Judge:
         Raises:
             SpecserveError: the grammar refuses a token; the request cannot go on.
         """
+        if len(tokens) == 1 and not logprobs and not self._queue and self._goes_on(tokens[0]):
+            return self._show(tokens[0])
         for i, token in enumerate(tokens):
             end, cut = self._push(token, logprobs[i] if logprobs else None)
             if end is not None:
                 return Verdict(i + 1, self._release(cut, last=True), end)
         safe = self._decoded - self._stops.withheld
         return Verdict(len(tokens), self._release(safe, last=False))
+
+    def _goes_on(self, token: int) -> bool:
+        """Nothing but the token's own text decides what is shown: most tokens of most answers."""
+        return not (
+            self.matcher is not None or self._stops or token in self.end_ids or self.num_tokens + 1 >= self.budget
+        )
+
+    def _show(self, token: int) -> Verdict:
+        """What _push and _release do where `_goes_on` and nothing is held back."""
+        self.num_tokens += 1
+        text = self._detokenizer.push(self._token_bytes(token))
+        if not text:
+            self._queue.append(_Held(self._decoded, token, None))
+            return Verdict(1, Release())
+        self._decoded += len(text)
+        self._released += len(text)
+        return Verdict(1, Release((token,), text))
 
     def flush(self) -> Release:
         """Everything held back (a cancelled request ends without a last token)."""

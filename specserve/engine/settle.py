@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from specserve.core.errors import InvalidRequestError
-from specserve.core.messages import DeltaEvent, Event, ProgressEvent
+from specserve.core.messages import DeltaEvent, Event, ProgressEvent, SpeculationStep
 from specserve.core.plan import SampledTokens, ScheduledRequest, StepPlan, StepResult
 from specserve.core.tree import EMPTY_TREE, TokenTree
 from specserve.engine.beams import BeamGroup
@@ -80,18 +80,26 @@ def _settle_one(
     if not output.token_ids:
         raise InvalidRequestError("no token is left that the request's restrictions allow", code="no_legal_token")
     verdict = live.judge.judge(output.token_ids, output.logprobs)
-    draft, accepted = _verified(scheduled.draft, output, verdict)
     release = verdict.release
-    report = live.report_speculation and bool(draft)
-    if release.token_ids or release.text or report:
-        steps = (speculation_step(draft, accepted, token_bytes),) if report else ()
-        logprobs = position_logprobs(release, token_bytes)
+    draft, accepted = EMPTY_TREE, 0
+    steps: tuple[SpeculationStep, ...] = ()
+    if scheduled.draft.tokens:
+        draft, accepted = _verified(scheduled.draft, output, verdict)
+        if live.report_speculation and draft:
+            steps = (speculation_step(draft, accepted, token_bytes),)
+        live.count_draft(draft, accepted)
+        if draft:
+            settled.drafts.append((draft, accepted))
+    if release.token_ids or release.text or steps:
+        logprobs = position_logprobs(release, token_bytes) if release.logprobs else ()
         settled.events.append(DeltaEvent(live.request_id, release.token_ids, release.text, logprobs, steps))
-    live.count_draft(draft, accepted)
-    if draft:
-        settled.drafts.append((draft, accepted))
     if verdict.finish_reason is not None:
         settled.finished.append((live, verdict.finish_reason))
+    if verdict.num_tokens == len(output.token_ids) and (output.num_drafted, output.num_accepted) == (
+        len(draft.tokens),
+        accepted,
+    ):
+        return output
     cut = _cut(output, verdict.num_tokens)
     return dataclasses.replace(cut, num_drafted=len(draft), num_accepted=accepted)
 
