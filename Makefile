@@ -20,7 +20,7 @@ test-all: $(VENV)/.installed-dev lint
 # of this machine. The sanitisers must be in the process before anything else is.
 SANITISERS = $(foreach lib,libasan.so libubsan.so libstdc++.so,$(shell $${CXX:-g++} -print-file-name=$(lib)))
 test-sanitised: $(VENV)/.installed-dev
-	SPECSERVE_SANITISE=1 LD_PRELOAD="$(SANITISERS)" PYTHONMALLOC=malloc \
+	SPECSERVE_SANITISE=1 LD_PRELOAD="$(SANITISERS)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		$(BIN)/pytest tests/kernels -p no:cacheprovider
 
