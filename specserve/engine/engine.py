@@ -1,6 +1,6 @@
 """Engine: the loop that joins scheduler, drafter, executor and grammars. Runs in any one thread; knows no sockets.
 
-One step: grammars that are compiled -> drafts -> schedule -> forward -> masks -> sample -> judge
+One step: grammars that are compiled -> drafts -> schedule -> forward, masks beside it -> sample -> judge
 -> commit -> events. Whatever fails, every request it touches ends with exactly one terminal event and the loop goes on.
 """
 
@@ -26,7 +26,7 @@ from specserve.engine.drafting import Controller, Drafting
 from specserve.engine.faults import log_fault
 from specserve.engine.intake import take_in
 from specserve.engine.live import LiveRequest
-from specserve.engine.masking import fill_masks
+from specserve.engine.masking import MaskFiller
 from specserve.engine.metrics import Metrics
 from specserve.engine.registry import Registry
 from specserve.engine.settle import Settled, settle
@@ -78,6 +78,7 @@ class Engine:
                 limit=limits.compile_limit,
                 timeout=limits.compile_timeout,
             )
+        self._masks = MaskFiller(limits.logits_size or vocabulary.vocab_size)
         self._live = Registry(self.metrics, vocabulary.token_bytes, limits.numerics, self._drop)
         self._arrivals = 0
         self._closed = False
@@ -152,6 +153,7 @@ class Engine:
             self._compiling.close()
         for live in list(self._live.values()):
             self._live.remove(live)
+        self._masks.close()
         self._executor.close()
 
     # Requests in and out.
@@ -216,8 +218,9 @@ class Engine:
         if plan is None:
             return
         try:
+            self._masks.begin(plan, self._live)
             self._executor.forward(plan)
-            masks, failed = fill_masks(plan, self._live, self.limits.logits_size or self.vocabulary.vocab_size)
+            masks, failed = self._masks.finish(plan, self._live)
             result = self._executor.sample(plan, masks)
             if [o.request_id for o in result.outputs] != [r.request_id for r in plan.requests]:
                 raise SpecserveError("the executor's outputs are not those of its plan")
@@ -225,6 +228,7 @@ class Engine:
             self.scheduler.commit(plan, settled.result)
             self.watchdog.stepped(plan, settled.result)
         except Exception as error:
+            self._masks.drop()
             self._fail_plan(plan, error)
             return
         seconds = time.perf_counter() - began
