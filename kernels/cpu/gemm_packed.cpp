@@ -11,8 +11,10 @@ int64_t chunk_of(const Product& p) {
 }
 }  // namespace
 
-void gemm(const Product& p, int threads) {
-    if (p.rows == 0) return;
+void gemm(const Product& product, int threads) {
+    if (product.rows == 0) return;
+    Product p = product;
+    p.turned = turn(p);
     auto run = TILES ? panel_on_tiles : p.w.kind == BF16 ? panel_bf16 : panel_dots;
     const int64_t panels = p.count(), chunk = chunk_of(p), chunks = (p.rows + chunk - 1) / chunk;
     ShardedClaims claims(chunks * panels, 1, threads);

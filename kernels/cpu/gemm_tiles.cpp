@@ -7,6 +7,7 @@
 #include "gemm.h"
 #include "half.h"
 #include "tiles.h"
+#include "transpose.h"
 
 namespace specserve {
 
@@ -35,56 +36,82 @@ inline void fetch(const uint8_t* block, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + AHEAD + i);
 }
 
-// 32 inputs of one panel -> two tiles of bfloat16.
+// 32 inputs of one panel -> two tiles of bfloat16, [16 pairs of inputs][16 outputs].
 inline void dequantise_q8(const uint8_t* block, bf16* to) {
+    // A byte q + 128 becomes 1 + (q + 128) / 2^15 by its place in the fraction; all that follows is exact.
+    const __m512i unit = _mm512_set1_epi32(0x3f800000), flip = _mm512_set1_epi8((char)0x80);
+    const __m512i first = _mm512_setr_epi32(0x0000, 0x0100, 0x0200, 0x0300, 0x0400, 0x0500, 0x0600, 0x0700, 0x0800, 0x0900,
+                                            0x0a00, 0x0b00, 0x0c00, 0x0d00, 0x0e00, 0x0f00);
+    const __m512i places[4] = {first, _mm512_add_epi32(first, _mm512_set1_epi32(0x1000)),
+                               _mm512_add_epi32(first, _mm512_set1_epi32(0x2000)),
+                               _mm512_add_epi32(first, _mm512_set1_epi32(0x3000))};
     fetch(block, SCALE_BYTES + Q8_BYTES);
     for (int half = 0; half < 2; half++) {
-        __m512 low, high;
-        spread(block + half * 32, low, high);
-        const __m128i* q = (const __m128i*)(block + SCALE_BYTES + half * (Q8_BYTES / 2));
-#pragma GCC unroll 16
-        for (int pair = 0; pair < 16; pair++, to += 32) {
-            __m512 a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(q + 2 * pair)));
-            __m512 b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(q + 2 * pair + 1)));
-            store_pair(to, _mm512_mul_ps(a, low), _mm512_mul_ps(b, high));
+        __m512 scale[2], zero[2];
+        spread(block + half * 32, scale[0], scale[1]);
+        for (int i = 0; i < 2; i++) {
+            zero[i] = _mm512_mul_ps(scale[i], _mm512_set1_ps(-32896.0f));  // -(2^15 + 128)
+            scale[i] = _mm512_mul_ps(scale[i], _mm512_set1_ps(32768.0f));
+        }
+        const uint8_t* lines = block + SCALE_BYTES + half * (Q8_BYTES / 2);
+#pragma GCC unroll 8
+        for (int line = 0; line < 8; line++, to += 64) {
+            __m512i q = _mm512_xor_si512(_mm512_load_si512(lines + line * LINE), flip);
+            __m512 w[4];
+            for (int i = 0; i < 4; i++)
+                w[i] = (__m512)_mm512_mask_permutexvar_epi8(unit, 0x2222222222222222, places[i], q);
+            for (int i = 0; i < 4; i++) w[i] = _mm512_fmadd_ps(w[i], scale[i % 2], zero[i % 2]);
+            store_pair(to, w[0], w[1]);
+            store_pair(to + 32, w[2], w[3]);
         }
     }
 }
 
+// 32 inputs of one panel -> [32 outputs][32 inputs]: for each output a table of its 16 weights.
 template <bool LEAST>
 inline void dequantise_q4(const uint8_t* block, bf16* to) {
     constexpr int64_t numbers = LEAST ? 2 * SCALE_BYTES : SCALE_BYTES;
-    const float first = LEAST ? 0.0f : -8.0f;
-    const __m512 values = _mm512_add_ps(
-        _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_ps(first));
+    const __m512 steps = _mm512_add_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                       _mm512_set1_ps(LEAST ? 0.0f : -8.0f));
+    const __m512i nibble = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
+    alignas(64) float scale[PANEL], least[PANEL];
+    for (int64_t i = 0; i < PANEL; i += W) {
+        store(scale + i, load_half(block + 2 * i));
+        if (LEAST) store(least + i, load_half(block + SCALE_BYTES + 2 * i));
+    }
+    auto table = [&](int i) {
+        __m512 factor = _mm512_set1_ps(scale[i]);
+        return LEAST ? _mm512_fmadd_ps(steps, factor, _mm512_set1_ps(least[i])) : _mm512_mul_ps(steps, factor);
+    };
     fetch(block, numbers + Q4_BYTES);
-    for (int half = 0; half < 2; half++) {
-        __m512 scale[2], least[2];
-        spread(block + half * 32, scale[0], scale[1]);
-        if (LEAST) spread(block + SCALE_BYTES + half * 32, least[0], least[1]);
-        for (int line = 0; line < 4; line++) {
-            __m512i q = _mm512_load_si512(block + numbers + (half * 4 + line) * LINE);
-#pragma GCC unroll 4
-            for (int pair = 0; pair < 4; pair++, to += 32) {
-                // Only the low four bits choose from the table.
-                __m512 a = _mm512_permutexvar_ps(_mm512_srli_epi32(q, 8 * pair), values);
-                __m512 b = _mm512_permutexvar_ps(_mm512_srli_epi32(q, 8 * pair + 4), values);
-                if (LEAST)
-                    store_pair(to, _mm512_fmadd_ps(a, scale[0], least[0]), _mm512_fmadd_ps(b, scale[1], least[1]));
-                else
-                    store_pair(to, _mm512_mul_ps(a, scale[0]), _mm512_mul_ps(b, scale[1]));
-            }
+#pragma GCC unroll 2
+    for (int line = 0; line < 8; line++, to += 4 * 32) {
+        __m512i q = _mm512_load_si512(block + numbers + line * LINE);
+        for (int i = 0; i < 4; i += 2) {
+            // The tables of two outputs side by side; five bits of a word choose.
+            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(table(4 * line + i + 1), table(4 * line + i));
+            __m512i even = _mm512_and_si512(i ? _mm512_srli_epi16(q, 8) : q, nibble);
+            __m512i odd = _mm512_srli_epi16(q, i ? 12 : 4);
+            odd = _mm512_ternarylogic_epi32(odd, nibble, second, 0xea);  // (odd & nibble) | second
+            _mm512_store_si512(to + i * 32, _mm512_permutexvar_epi16(even, both));
+            _mm512_store_si512(to + (i + 1) * 32, _mm512_permutexvar_epi16(odd, both));
         }
     }
 }
 
-inline void dequantise(int64_t kind, const uint8_t* block, bf16* to) {
-    if (kind == Q8)
-        dequantise_q8(block, to);
-    else if (kind == Q4_0)
-        dequantise_q4<false>(block, to);
-    else
-        dequantise_q4<true>(block, to);
+inline void dequantise_q4(const Linear& w, const uint8_t* block, bf16* to) {
+    w.kind == Q4_0 ? dequantise_q4<false>(block, to) : dequantise_q4<true>(block, to);
+}
+
+inline void dequantise(const Linear& w, const uint8_t* block, bf16* to) {
+    if (w.kind == Q8) return dequantise_q8(block, to);
+    dequantise_q4(w, block, to);
+    for (int half = 0; half < 2; half++, to += 16 * 32) {
+        vuint rows[16];
+        std::memcpy(rows, to, sizeof rows);
+        transpose(rows);
+        std::memcpy(to, rows, sizeof rows);
+    }
 }
 
 // Tiles 0..3 are sums, 4 and 5 are rows of x (upper and lower half), 6 and 7 are weights.
@@ -132,16 +159,54 @@ inline void multiply(const char* x, const Operand& o, const void* weights) {
     if (BOTH) _tile_dpbf16ps(3, 5, 7);
 }
 
+// Tiles are loaded some blocks after their lines were stored: sooner, each load would wait for its stores.
+constexpr int64_t RING = 8, LAG = 2;
+
+// Up to 16 rows by Q4: the weights are the left side, which takes them as they come out of their tables.
+void few_turned(const Product& p, const uint8_t* panel, int64_t rows, float* sums) {
+    alignas(64) bf16 ring[RING][PANEL * 32];
+    alignas(64) uint32_t out[PANEL][16];
+    const int64_t bytes = p.w.block_bytes(), blocks = p.w.blocks();
+    begin<false>(sums, true);
+    for (int64_t b = 0; b < blocks + LAG; b++, panel += bytes) {
+        if (b < blocks) dequantise_q4(p.w, panel, ring[b % RING]);
+        if (b < LAG) continue;
+        _tile_loadd(4, p.turned + (b - LAG) * 256, LINE);
+        _tile_loadd(6, ring[(b - LAG) % RING], LINE);
+        _tile_loadd(7, ring[(b - LAG) % RING] + HALF * 32, LINE);
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_dpbf16ps(1, 7, 4);
+    }
+    _tile_stored(0, out, LINE);
+    _tile_stored(1, out + HALF, LINE);
+    if (rows <= 4) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < PANEL; i++) std::memcpy(sums + r * PANEL + i, &out[i][r], 4);
+        return;
+    }
+    for (int64_t half = 0; half < 2; half++) {
+        vuint lines[16];
+        std::memcpy(lines, out + half * HALF, sizeof lines);
+        transpose(lines);
+        for (int64_t r = 0; r < rows; r++) std::memcpy(sums + r * PANEL + half * HALF, &lines[r], LINE);
+    }
+}
+
+// Sums [32 outputs, rows] of inputs [16 pairs, rows].
+TileConfig turned_config(int64_t rows) {
+    TileConfig config;
+    config.column_bytes[0] = config.column_bytes[1] = config.column_bytes[4] = (uint16_t)(4 * rows);
+    return config;
+}
+
 // Up to 32 rows: weights come from memory, and go from it to the tiles.
 template <bool BOTH>
 void few_rows(const Product& p, const uint8_t* panel, int64_t first, float* sums) {
-    // Tiles are loaded some blocks after their lines were stored: sooner, each load would wait for its stores.
-    constexpr int64_t RING = 8, LAG = 2;
     alignas(64) bf16 ring[RING][PANEL * 32];
     const char* x = (const char*)p.x.at(first, 0);
-    const int64_t bytes = p.w.block_bytes(), blocks = p.w.blocks(), kind = p.w.kind;
+    const int64_t bytes = p.w.block_bytes(), blocks = p.w.blocks();
     begin<BOTH>(sums, true);
-    if (kind == BF16) {
+    if (p.w.kind == BF16) {
         for (int64_t b = 0; b < blocks; b++, x += p.x.step_bytes, panel += bytes) {
             fetch(panel, STEP_BYTES);
             multiply<BOTH>(x, p.x, panel);
@@ -149,7 +214,7 @@ void few_rows(const Product& p, const uint8_t* panel, int64_t first, float* sums
         return end<BOTH>(sums);
     }
     for (int64_t b = 0; b < blocks + LAG; b++, panel += bytes) {
-        if (b < blocks) dequantise(kind, panel, ring[b % RING]);
+        if (b < blocks) dequantise(p.w, panel, ring[b % RING]);
         if (b < LAG) continue;
         multiply<BOTH>(x, p.x, ring[(b - LAG) % RING]);
         x += p.x.step_bytes;
@@ -169,7 +234,7 @@ const uint8_t* whole_panel(const Product& p, int64_t panel) {
         size = p.w.k;
     }
     for (int64_t b = 0; b < p.w.blocks(); b++, block += p.w.block_bytes())
-        dequantise(p.w.kind, block, scratch + b * PANEL * 32);
+        dequantise(p.w, block, scratch + b * PANEL * 32);
     return (const uint8_t*)scratch;
 }
 
@@ -226,7 +291,12 @@ void panel_on_tiles(const Product& p, int64_t panel, int64_t first, int64_t rows
         few_rows<true>(p, p.weights(panel), first, sums);
         p.give(slot, sums, first, ROWS, panel);
     }
-    if (tail) {
+    if (tail && p.turned) {
+        alignas(64) float sums[HALF * PANEL];
+        load_config(turned_config(tail));
+        few_turned(p, p.weights(panel), tail, sums);
+        p.give(slot, sums, first, tail, panel);
+    } else if (tail) {
         alignas(64) float sums[ROWS * PANEL];
         load_config(config_of(tail));
         (tail > 16 ? few_rows<true> : few_rows<false>)(p, p.weights(panel), first + whole, sums);
@@ -235,8 +305,33 @@ void panel_on_tiles(const Product& p, int64_t panel, int64_t first, int64_t rows
     _tile_release();
 }
 
+const uint32_t* turn(const Product& p) {
+    static thread_local uint32_t* memory = nullptr;
+    static thread_local int64_t size = 0;
+    if (p.rows > 16 || (p.w.kind != Q4_0 && p.w.kind != Q4_1)) return nullptr;
+    if (p.w.blocks() > size) {
+        ::operator delete[](memory, std::align_val_t(64));
+        memory = (uint32_t*)::operator new[]((size_t)p.w.blocks() * 1024, std::align_val_t(64));
+        size = p.w.blocks();
+    }
+    for (int64_t b = 0; b < p.w.blocks(); b++) {
+        uint32_t* to = memory + b * 256;
+        if (p.rows <= 4) {
+            for (int64_t r = 0; r < p.rows; r++)
+                for (int64_t i = 0; i < 16; i++) std::memcpy(to + i * 16 + r, p.x.at(r, b) + 2 * i, 4);
+            continue;
+        }
+        vuint rows[16] = {};
+        for (int64_t r = 0; r < p.rows; r++) std::memcpy(&rows[r], p.x.at(r, b), sizeof rows[r]);
+        transpose(rows);
+        std::memcpy(to, rows, sizeof rows);
+    }
+    return memory;
+}
+
 #else
 
+const uint32_t* turn(const Product&) { return nullptr; }
 void panel_on_tiles(const Product&, int64_t, int64_t, int64_t, int) {}
 
 #endif

@@ -51,11 +51,9 @@ void pack_q8(const uint8_t* row, uint8_t* panel, int64_t column, const Linear& w
 
 // The same for nibbles: the byte, and whether it is the high one.
 int64_t place_q4(int64_t column, int64_t i, bool& high) {
-    const int64_t half = column / HALF, c = column % HALF;
-    if (!TILES) return high = half, (i / 4 * HALF + c) * 4 + i % 4;
-    const int64_t pair = i / 2, line = half * 4 + pair / 4, nibble = pair % 4 * 2 + c / 8, word = c % 8 * 2 + i % 2;
-    high = nibble % 2;
-    return line * 64 + word * 4 + nibble / 2;
+    if (!TILES) return high = column / HALF, (i / 4 * HALF + column % HALF) * 4 + i % 4;
+    high = column % 2;
+    return column / 4 * 64 + i * 2 + column % 4 / 2;
 }
 
 void pack_q4(const uint8_t* row, uint8_t* panel, int64_t column, const Linear& w) {
@@ -157,7 +155,7 @@ using namespace specserve;
 
 extern "C" {
 // How this library lays out quantised weights.
-const char* ss_layout() { return TILES ? "tiles" : "dots"; }
+const char* ss_layout() { return TILES ? "amx" : "dots"; }
 // Bytes of a packed layer; 0 where the kernels do not take the shape.
 int64_t ss_packed_bytes(int64_t kind, int64_t n, int64_t k, int64_t block) {
     Linear w{kind, n, k, nullptr, nullptr};

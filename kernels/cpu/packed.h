@@ -11,8 +11,8 @@
 //
 // The weights of a block lie as the library's instructions take them ("layout"):
 //
-//   tiles  Q8 [2 halves][16 pairs of k][16 outputs][2]. Q4: 8 lines of 16 words of 8 nibbles; nibble j of word i of line
-//          l is output 8 * (j % 2) + i / 2, pair 4 * (l % 4) + j / 2, k i % 2 of half l / 4.
+//   amx    Q8 [2 halves][16 pairs of k][16 outputs][2]. Q4 [8][32 of k][4 outputs]: nibble j of word i of line l is k i of
+//          output 4 * l + j.
 //   dots   Q8 [2 halves][8][16 outputs][4 of k]. Q4 [8][16 outputs][4 of k], low nibbles the first half, high the second.
 #pragma once
 #include <cstdint>
