@@ -37,5 +37,6 @@ def ready_line(engine: EngineConfig, host: str, port: int) -> str:
     """The one line that says where and what."""
     shown = f"[{host}]" if ":" in host else host
     drafts = "+".join(engine.speculation.methods) if engine.speculation else "off"
-    what = f"{engine.model}, {engine.dtype}, numerics {engine.numerics}, speculation {drafts}"
+    weights = f"{engine.dtype}, quantization {engine.quantization}"
+    what = f"{engine.model}, {weights}, numerics {engine.numerics}, speculation {drafts}"
     return f"specserve ready on ws://{shown}:{port}/v1/responses ({what})"

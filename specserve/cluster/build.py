@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from typing import TypeVar
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +18,7 @@ from specserve.core.errors import ConfigError, ModelLoadError
 from specserve.core.protocols import Drafter
 from specserve.engine.checks import EngineLimits
 from specserve.engine.engine import Engine
-from specserve.guided.compiler import GrammarCompiler
+from specserve.guided.compiler import CompiledGrammar, GrammarCompiler
 from specserve.kv.block_pool import BlockPool
 from specserve.kv.manager import KVManager
 from specserve.kv.swap import HostPool
@@ -215,9 +217,37 @@ def _drafter(
     return CombinedDrafter(drafters)
 
 
-def _compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    token_bytes = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    return GrammarCompiler(token_bytes, tokenizer.vocab_size, tokenizer.eos_ids)
+class PreparedCompiler:
+    """A GrammarCompiler that a thread makes while the engine runs: its library takes longer to import than a model
+    to load, and most first requests have no grammar.
+
+    Args:
+        make: makes it; what it raises, every `compile` raises.
+    """
+
+    def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
+        self._made: Future[GrammarCompiler] = Future()
+        # No daemon: the interpreter must not end in the middle of an import.
+        threading.Thread(target=self._run, args=(make,), name="grammar-library").start()
+
+    def _run(self, make: Callable[[], GrammarCompiler]) -> None:
+        try:
+            self._made.set_result(make())
+        except BaseException as error:
+            logger.exception("grammars cannot be compiled")
+            self._made.set_exception(error)
+
+    def compile(self, guided: Mapping[str, Any]) -> CompiledGrammar:
+        """As GrammarCompiler.compile; waits until it is there."""
+        return self._made.result().compile(guided)
+
+
+def _compiler(tokenizer: Tokenizer) -> PreparedCompiler:
+    def make() -> GrammarCompiler:
+        token_bytes = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        return GrammarCompiler(token_bytes, tokenizer.vocab_size, tokenizer.eos_ids)
+
+    return PreparedCompiler(make)
 
 
 def _cores() -> int:

@@ -3,12 +3,13 @@
 import json
 import logging
 import math
+import threading
 import time
 
 import pytest
 import torch
 
-from specserve.cluster.build import build_engine
+from specserve.cluster.build import PreparedCompiler, build_engine
 from specserve.core.config import EngineConfig, SpeculationConfig
 from specserve.core.errors import ConfigError, ModelLoadError
 from specserve.core.messages import FinishedEvent, GenerateCommand
@@ -190,3 +191,34 @@ def test_a_missing_draft_model_is_told_of_its_own_option(folder, tmp_path):
     with pytest.raises(ModelLoadError, match=r"^speculation\.model: ") as refused:
         build_engine(config(folder, speculation))
     assert refused.value.param == "speculation.model"
+
+
+def test_grammars_wait_for_the_compiler():
+    making = threading.Event()
+
+    class Made:
+        def compile(self, guided):
+            return guided["choice"]
+
+    def make():
+        assert making.wait(60)
+        return Made()
+
+    compiler = PreparedCompiler(make)
+    compiled = []
+    waiting = threading.Thread(target=lambda: compiled.append(compiler.compile({"choice": "a"})))
+    waiting.start()
+    making.set()
+    waiting.join(60)
+    assert compiled == ["a"]
+
+
+def test_a_compiler_that_cannot_be_made_fails_grammars_alone(caplog):
+    def make():
+        raise ImportError("no such library")
+
+    compiler = PreparedCompiler(make)
+    for _ in range(2):
+        with pytest.raises(ImportError, match="no such library"):
+            compiler.compile({"choice": ["a"]})
+    assert len(caplog.records) == 1
