@@ -1,0 +1,15 @@
+"""What the tests of the native forward share with the kernels'."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.conftest import native_variants as native_variants
+
+
+@pytest.fixture(scope="module")
+def native_library(native_variants):
+    """The tests of a module that uses this run once for every instruction set, and not at all where there is none."""
+    if native_variants is None:
+        pytest.skip("there is no native library")
+    return native_variants
