@@ -15,7 +15,7 @@ from bench.engines.measured import Measured
 from bench.engines.work import Texts, Work, command, rate
 
 CHILD = Path(__file__).with_name("child.py")
-LOAD_SECONDS, ASK_SECONDS = 300.0, 300.0
+LOAD_SECONDS, ASK_SECONDS = 600.0, 600.0
 WARM = 2  # so many prompts a place are enough to warm up with
 
 
