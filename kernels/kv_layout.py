@@ -42,7 +42,8 @@ def numbers(cache: torch.Tensor, dim: int) -> torch.Tensor:
     """View [num_blocks, num_kv_heads, block_size, dim] of what was stored; in int8 to be multiplied by `scales`."""
     if cache.dtype != torch.int8:
         return cache
-    return cache[..., : block_size_of(cache, dim) * dim].unflatten(2, (-1, dim))
+    size = block_size_of(cache, dim)
+    return cache[..., : size * dim].view(*cache.shape[:2], size, dim)
 
 
 def scales(cache: torch.Tensor, dim: int) -> torch.Tensor:

@@ -59,8 +59,8 @@ def rope_store(
         key_cache, value_cache: [num_blocks, num_kv_heads, block_size, dim], or int8 as `kv_layout` describes.
         q_norm, k_norm: RMSNorm weights [dim] applied to each head before the rotation (Qwen3), or None.
     """
-    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
     c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
 
     def turn(part: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
@@ -83,14 +83,22 @@ def paged_attention(
     scale: float,
     window: int = 0,
     out: torch.Tensor | None = None,
+    tree: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Causal attention of each row over its sequence's cache, by online softmax in tiles of 64 keys.
+
+    Rows of one sequence may be a draft tree: such a row attends to the leading positions of its sequence and to its
+    ancestors and itself, as if these followed. Its bits are those that it would have as the end of a chain of them.
 
     Args:
         q: [n, num_heads, dim]; rows may be strided.
         key_cache, value_cache: [num_blocks, num_kv_heads, block_size, dim], or int8 as `kv_layout` describes.
         block_tables: int32 [num_seqs, max_blocks]; row_sequence: int32 [n]; positions: int64 [n].
         window: positions a row sees, itself included; 0 for all.
+        tree: (context int32 [n], masks int64 [n, words] read as bits); or None where no row is of a tree. A row with
+            some bit set sees the first `context` positions of its table and then those at context + i for each bit i,
+            where the rows of its tree are stored; its position is context plus the number of its bits, minus one. A row
+            without a bit sees its table up to its position.
 
     Returns:
         [n, num_heads * dim] of q's dtype.
@@ -100,8 +108,19 @@ def paged_attention(
     for first in range(0, n, ROWS):
         rows = slice(first, min(first + ROWS, n))
         tables = block_tables[row_sequence[rows].long()].long()
-        result[rows] = _attend(q[rows], key_cache, value_cache, tables, positions[rows], scale, window)
+        stored = None if tree is None else _stored_positions(tree[0][rows], tree[1][rows], positions[rows])
+        result[rows] = _attend(q[rows], key_cache, value_cache, tables, positions[rows], scale, window, stored)
     return result
+
+
+def _stored_positions(context: torch.Tensor, masks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """int64 [n, greatest position + 1]: where in its table a row finds each of the positions that it sees."""
+    found = torch.arange(int(positions.max()) + 1).repeat(len(positions), 1)
+    bits = ((masks[:, :, None] >> torch.arange(64)) & 1).flatten(1)
+    for row in bits.any(1).nonzero().flatten().tolist():
+        first, drafted = int(context[row]), bits[row].nonzero().flatten()
+        found[row, first : first + len(drafted)] = first + drafted
+    return found
 
 
 def _attend(
@@ -112,6 +131,7 @@ def _attend(
     positions: torch.Tensor,
     scale: float,
     window: int,
+    stored: torch.Tensor | None,
 ) -> torch.Tensor:
     n, num_heads, dim = q.shape
     num_kv_heads, block_size = key_cache.shape[1], kv_layout.block_size_of(key_cache, dim)
@@ -122,9 +142,10 @@ def _attend(
     for tile in range(int(begin.min()) // TILE * TILE, int(positions.max()) + 1, TILE):
         keys_at = torch.arange(tile, tile + TILE)
         seen = (keys_at <= positions[:, None]) & (keys_at >= begin[:, None])  # [n, TILE]
-        blocks = tables[:, (keys_at // block_size).clamp(max=tables.shape[1] - 1)]
+        at = keys_at.expand(n, -1) if stored is None else stored[:, keys_at.clamp(max=stored.shape[1] - 1)]
+        blocks = tables.gather(1, (at // block_size).clamp(max=tables.shape[1] - 1))
         keys, values = (
-            kv_layout.load_rows(cache, blocks, keys_at % block_size, dim).transpose(1, 2)
+            kv_layout.load_rows(cache, blocks, at % block_size, dim).transpose(1, 2)
             for cache in (key_cache, value_cache)
         )
         visible = seen[:, None, None]

@@ -1,12 +1,14 @@
-// Attention in bfloat16 on AMX tiles, with the online softmax (Milakov and Gimelshein 2018).
+// Attention in bfloat16 on AMX tiles, with the online softmax (Milakov and Gimelshein 2018); queries are bfloat16, keys
+// and values bfloat16 or int8.
 //
-// A column is one query head of one row; 16 columns of one sequence and one KV head go together. Scores of 16 keys by 16
-// columns are one tile, so that the softmax runs over columns side by side, each in an order of its own: keys in tiles
-// of 64 from position 0, sums within them in one fixed order. A column's bits depend on nothing beside it. Weights are
-// rounded to bfloat16 before they meet the values, as in every attention on such units; sums are float32.
-#include "attention.h"
+// Rows of one sequence share what they read. A thread takes a run of such rows, some KV heads and all pieces of the
+// context, or one piece alone where there are too few runs for the threads; a piece's sums are the same either way.
+#include "attention_group.h"
+
+#include <algorithm>
+#include <vector>
+
 #include "pool.h"
-#include "tiles.h"
 
 namespace specserve {
 
@@ -14,355 +16,333 @@ namespace specserve {
 
 namespace {
 
-constexpr int64_t COLUMNS = 16, STEP = 32;  // of one tile; of dims or keys that one product takes
-constexpr int64_t PAIRS = 16;               // of 16-bit numbers in one row of a tile
-constexpr int64_t MAX_DIM = 256;
-constexpr int64_t MAX_GROUPS = 4;  // groups of 16 columns that share one reading of K and V
+constexpr int64_t MAX_GROUPS = 4;   // groups of one KV head that share one reading of K and V
+constexpr int64_t MAX_STATES = 12;  // groups that one item computes together
 
-typedef uint32_t Pairs[PAIRS][COLUMNS];
-
-// Running state of 16 columns.
-struct alignas(64) Group {
-    Pairs q[MAX_DIM / STEP];      // [dim pair][column]: the right side of K Q^T
-    float scores[TILE][COLUMNS];  // then weights
-    Pairs weights[TILE / STEP];   // [column][key pair]: the left side of P V
-    float out[COLUMNS * MAX_DIM];
-    vfloat top, total;
-    vint begin, end;  // keys that each column sees
-    int64_t row, rows, columns;
+// Rows of one sequence that read the same keys: at positions that follow each other, or of one draft tree.
+struct Run {
+    int64_t row, rows, begin, last;  // some row sees something between the last two
 };
 
-inline vuint rounded(vfloat v) {  // to bfloat16, ties to even, in the upper half; v is not NaN
-    vuint u = (vuint)v;
-    return u + 0x7fffu + ((u >> 16) & 1u);
-}
-
-inline vuint load_u16(const bf16* p) { return (vuint)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
-
-// Rows become columns, 16 by 16.
-inline void transpose(vuint* m) {
-    vuint t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = __builtin_shufflevector(m[i], m[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        t[i + 1] = __builtin_shufflevector(m[i], m[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = i; j < i + 2; j++) {
-            m[j] = __builtin_shufflevector(t[j], t[j + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-            m[j + 2] =
-                __builtin_shufflevector(t[j], t[j + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = i; j < i + 4; j++) {
-            t[j] = __builtin_shufflevector(m[j], m[j + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-            t[j + 4] =
-                __builtin_shufflevector(m[j], m[j + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-        }
-    for (int j = 0; j < 8; j++) {
-        m[j] = __builtin_shufflevector(t[j], t[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        m[j + 8] = __builtin_shufflevector(t[j], t[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-}
-
-// `heads` query heads from `head` on, of `rows` rows from `row` on.
-void begin_group(Group& g, const bf16* q, int64_t row, int64_t rows, int64_t head, int64_t heads,
-                 const AttentionArgs& a) {
-    g.row = row, g.rows = rows, g.columns = rows * heads;
-    g.top = splat(-INFINITY), g.total = vfloat{};
-    g.begin = g.end = vint{};
-    std::memset(g.out, 0, COLUMNS * a.dim * sizeof(float));
-    std::memset(g.q, 0, sizeof(Pairs) * (a.dim / STEP));
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t h = 0; h < heads; h++) {
-            int64_t column = r * heads + h, end = a.positions[row + r] + 1;
-            g.end[column] = (int32_t)end;
-            g.begin[column] = a.window && end > a.window ? (int32_t)(end - a.window) : 0;
-            const bf16* source = q + (row + r) * a.q_stride + (head + h) * a.dim;
-            for (int64_t pair = 0; pair < a.dim / 2; pair++)
-                std::memcpy(&g.q[pair / PAIRS][pair % PAIRS][column], source + 2 * pair, sizeof(uint32_t));
-        }
-}
-
-// K Q^T for the keys [0, to) of one tile, 16 keys a product.
-void score(Group& g, const Tile<bf16>& tile, int64_t to, int64_t key_bytes, const AttentionArgs& a) {
-    // Keys behind the sixteen that hold the last one are read as the first: they are masked, and memory ends somewhere.
-    auto keys = [&](int64_t first, int64_t i) { return tile.keys[first < to ? first : 0] + i * STEP; };
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t i = 0; i < a.dim / STEP; i++) {
-        _tile_loadd(7, g.q[i], 64);
-        _tile_loadd(4, keys(0, i), key_bytes);
-        _tile_dpbf16ps(0, 4, 7);
-        _tile_loadd(5, keys(16, i), key_bytes);
-        _tile_dpbf16ps(1, 5, 7);
-        _tile_loadd(6, keys(32, i), key_bytes);
-        _tile_dpbf16ps(2, 6, 7);
-        _tile_loadd(4, keys(48, i), key_bytes);
-        _tile_dpbf16ps(3, 4, 7);
-    }
-    _tile_stored(0, g.scores[0], 64);
-    _tile_stored(1, g.scores[16], 64);
-    _tile_stored(2, g.scores[32], 64);
-    _tile_stored(3, g.scores[48], 64);
-}
-
-// The product is rounded before anything is added to it: no compiler's choice, so that all paths agree.
-inline vfloat product(vfloat x, float y) {
-    vfloat z = x * y;
-    asm("" : "+v"(z));
-    return z;
-}
-
-// A sum of 16 in the order of `sum`.
-inline vfloat sum_of(const vfloat* v) {
-    vfloat a[8], b[4];
-    for (int i = 0; i < 8; i++) a[i] = v[i] + v[i + 8];
-    for (int i = 0; i < 4; i++) b[i] = a[i] + a[i + 4];
-    return (b[0] + b[2]) + (b[1] + b[3]);
-}
-
-// What scores are taken from; a column that has seen nothing yet has no best one.
-inline vfloat subtrahend(vfloat best) { return best == splat(-INFINITY) ? vfloat{} : best; }
-
-// The online softmax of one tile, weights [column][key]. EDGE: some column does not see all of it. The keys of the next
-// tile are fetched meanwhile, `lines` vectors of each. Returns what earlier sums are multiplied by.
-template <bool EDGE>
-vfloat weigh(Group& g, int64_t tile, const Tile<bf16>& next, int lines, float scale) {
-    auto scaled = [&](int64_t j) {
-        vfloat x = product(load(g.scores[j]), scale);
-        if (!EDGE) return x;
-        vint key = vint{} + (int32_t)(tile + j);
-        return (key >= g.begin) & (key < g.end) ? x : splat(-INFINITY);
-    };
-    vfloat top[4] = {g.top, g.top, g.top, g.top}, total[16] = {};
-    for (int64_t j = 0; j < TILE; j += 4)
-        for (int64_t i = 0; i < 4; i++) top[i] = max(top[i], scaled(j + i));
-    vfloat best = max(max(top[0], top[1]), max(top[2], top[3])), from = subtrahend(best);
-    vfloat keep = exp_to_88(g.top - from);
-    for (int64_t step = 0; step < TILE / STEP; step++) {
-        vuint pairs[PAIRS];
-        for (int64_t i = 0; i < PAIRS; i++) {
-            int64_t j = step * STEP + 2 * i;
-            vfloat x = exp_to_88(scaled(j) - from), y = exp_to_88(scaled(j + 1) - from);
-            total[j % 16] += x, total[(j + 1) % 16] += y;
-            pairs[i] = (rounded(x) >> 16) | (rounded(y) & 0xffff0000u);
-            prefetch(next.keys[j], lines);
-            prefetch(next.keys[j + 1], lines);
-        }
-        transpose(pairs);
-        for (int64_t column = 0; column < COLUMNS; column++) store(g.weights[step][column], pairs[column]);
-    }
-    g.total = g.total * keep + sum_of(total);
-    g.top = best;
-    return keep;
-}
-
-constexpr int64_t FEW = 4;
-
-// Columns 0..3 of scores 16 by 16: each becomes a vector over keys.
-inline void columns(const float (*scores)[COLUMNS], vfloat* x) {
-    vfloat r[4];
-    for (int i = 0; i < 4; i++) {
-        __m512 v = _mm512_castps128_ps512(_mm_load_ps(scores[i]));
-        v = _mm512_insertf32x4(v, _mm_load_ps(scores[4 + i]), 1);
-        v = _mm512_insertf32x4(v, _mm_load_ps(scores[8 + i]), 2);
-        r[i] = (vfloat)_mm512_insertf32x4(v, _mm_load_ps(scores[12 + i]), 3);
-    }
-    __m512 a = _mm512_unpacklo_ps((__m512)r[0], (__m512)r[1]), b = _mm512_unpacklo_ps((__m512)r[2], (__m512)r[3]);
-    __m512 c = _mm512_unpackhi_ps((__m512)r[0], (__m512)r[1]), d = _mm512_unpackhi_ps((__m512)r[2], (__m512)r[3]);
-    x[0] = (vfloat)_mm512_shuffle_ps(a, b, 0x44), x[1] = (vfloat)_mm512_shuffle_ps(a, b, 0xee);
-    x[2] = (vfloat)_mm512_shuffle_ps(c, d, 0x44), x[3] = (vfloat)_mm512_shuffle_ps(c, d, 0xee);
-}
-
-// The same for at most four columns, over 16 keys at a time: the same sums in the same order.
-template <bool EDGE>
-vfloat weigh_few(Group& g, int64_t tile, const Tile<bf16>& next, int lines, float scale) {
-    vfloat x[TILE / 16][FEW];
-    vfloat best = g.top, total = {};
-    for (int64_t s = 0; s < TILE / 16; s++) {
-        columns(g.scores + 16 * s, x[s]);
-        for (int c = 0; c < FEW; c++) {
-            x[s][c] = product(x[s][c], scale);
-            if (EDGE) {
-                vint key = vint{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)(tile + 16 * s);
-                x[s][c] = (key >= g.begin[c]) & (key < g.end[c]) ? x[s][c] : splat(-INFINITY);
-            }
-        }
-        for (int64_t j = 16 * s; j < 16 * s + 16; j++) prefetch(next.keys[j], lines);
-    }
-    for (int c = 0; c < FEW; c++) {
-        float top = max(max(max(x[0][c], x[1][c]), max(x[2][c], x[3][c])));
-        best[c] = top > best[c] ? top : best[c];
-    }
-    vfloat from = subtrahend(best), keep = exp_to_88(g.top - from);
-    for (int c = 0; c < FEW; c++) {
-        vfloat sums = {};
-        for (int64_t s = 0; s < TILE / 16; s++) {
-            vfloat y = exp_to_88(x[s][c] - from[c]);
-            sums += y;
-            __m256i half = _mm512_cvtepi32_epi16((__m512i)(rounded(y) >> 16));
-            _mm256_storeu_si256((__m256i*)(g.weights[s / 2][c] + s % 2 * 8), half);
-        }
-        total[c] = sum(sums);
-    }
-    g.total = g.total * keep + total;
-    g.top = best;
-    return keep;
-}
-
-// Values of the keys [0, to) of one tile as the right side of P V, zero behind them: [step][16 dims][key pair][dim].
-// The next tile is fetched meanwhile, a little at a time.
-void interleave(Pairs* values, const Tile<bf16>& tile, const Tile<bf16>& next, int64_t to, int64_t dim) {
-    for (int64_t j = 0; j < TILE; j += 2) {
-        prefetch(next.values[j], (int)(dim / W));
-        prefetch(next.values[j + 1], (int)(dim / W));
-        for (int64_t n = 0; n < dim / 16; n++) {
-            vuint lower = j < to ? load_u16(tile.values[j] + n * 16) : vuint{};
-            vuint upper = j + 1 < to ? load_u16(tile.values[j + 1] + n * 16) : vuint{};
-            store(values[j / STEP * (dim / 16) + n][j % STEP / 2], lower | upper << 16);
-        }
-    }
-}
-
-// out = out * keep + P V
-void add_values(Group& g, const Pairs* values, vfloat keep, int64_t to, int64_t dim) {
-    for (int64_t column = 0; column < g.columns; column++) {
-        if (keep[column] == 1.0f) continue;
-        for (int64_t i = 0; i < dim; i += W) {
-            float* p = g.out + column * dim + i;
-            store(p, load(p) * keep[column]);
-        }
-    }
-    const int64_t stride = dim * sizeof(float), tiles = dim / 16;
-    const bool second = to > STEP;
-    for (int64_t n = 0; n + 1 < tiles; n += 2) {
-        float* out = g.out + n * 16;
-        _tile_loadd(0, out, stride);
-        _tile_loadd(1, out + 16, stride);
-        _tile_loadd(4, g.weights[0], 64);
-        _tile_loadd(5, values[n], 64);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, values[n + 1], 64);
-        _tile_dpbf16ps(1, 4, 6);
-        if (second) {
-            _tile_loadd(7, g.weights[1], 64);
-            _tile_loadd(5, values[tiles + n], 64);
-            _tile_dpbf16ps(0, 7, 5);
-            _tile_loadd(6, values[tiles + n + 1], 64);
-            _tile_dpbf16ps(1, 7, 6);
-        }
-        _tile_stored(0, out, stride);
-        _tile_stored(1, out + 16, stride);
-    }
-}
-
-void end_group(const Group& g, bf16* out, int64_t head, int64_t heads, const AttentionArgs& a) {
-    for (int64_t r = 0; r < g.rows; r++)
-        for (int64_t h = 0; h < heads; h++) {
-            int64_t column = r * heads + h;
-            for (int64_t i = 0; i < a.dim; i += W)
-                store(out + ((g.row + r) * a.q_heads + head + h) * a.dim + i,
-                      load(g.out + column * a.dim + i) / g.total[column]);
-        }
-}
-
-// The first key that all columns see.
-inline int64_t begin_of(const Group& g, const AttentionArgs& a) {
-    int64_t end = a.positions[g.row + g.rows - 1] + 1;
-    return a.window && end > a.window ? end - a.window : 0;
-}
-
-// Rows of one sequence at positions that follow each other.
-struct Run {
-    int64_t row, rows;
+// What one thread computes at once: units [first, first + units) of a run. A unit is a KV head with at most 16 of its
+// query heads. `piece` is -1 for all of them; else the sums go to `sums`, one for each group.
+struct Item {
+    int64_t run, first, units, piece, sums;
 };
 
 struct alignas(64) Scratch {
-    Group groups[MAX_GROUPS];
-    Pairs values[TILE / STEP * (MAX_DIM / 16)];
-    bf16 keys[TILE * MAX_DIM];  // where the cache's blocks are no multiples of 16 keys
+    Group groups[MAX_STATES], one;
+    Work work;
 };
 
-// One run and at most 16 heads of one KV head; `per_group` rows go in one group.
-void attend(const bf16* q, const bf16* key_cache, const bf16* value_cache, bf16* out, Run run, int64_t per_group,
-            int64_t kv_head, int64_t head, int64_t heads, const AttentionArgs& a) {
-    static thread_local Scratch s;
-    int64_t groups = 0;
-    for (int64_t r = 0; r < run.rows; r += per_group) {
-        int64_t rows = run.rows - r < per_group ? run.rows - r : per_group;
-        begin_group(s.groups[groups++], q, run.row + r, rows, head, heads, a);
+// Of one call; its memory is kept for the next one.
+struct Plan {
+    AttentionArgs a;
+    const bf16* q;
+    bf16* out;
+    int64_t heads, sets, per_group;  // query heads of a unit, units of a KV head, rows of a group
+    std::vector<Run> runs;
+    std::vector<Item> items;
+    std::vector<Sums> sums;
+    Group joined;
+
+    int64_t groups(const Run& run) const { return (run.rows + per_group - 1) / per_group; }
+};
+
+// The index-th group of one unit of a run.
+void begin_group(Group& g, const Plan& p, const Run& run, int64_t unit, int64_t index) {
+    const int64_t shared = p.a.q_heads / p.a.kv_heads, kv_head = unit / p.sets, set = unit % p.sets * p.heads;
+    const int64_t first = index * p.per_group;
+    begin_group(g, p.q, run.row + first, std::min(run.rows - first, p.per_group), kv_head, kv_head * shared + set,
+                std::min(shared - set, p.heads), p.a);
+}
+
+inline vuint load_pairs(const bf16* p) { return (vuint)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+
+// bfloat16 in the upper halves; every int8 is one.
+inline vuint load_pairs(const int8_t* p) { return (vuint)load(p) >> 16; }
+
+// 32 dims of two keys as two rows of the right side of P V.
+inline void interleave(const bf16* lower, const bf16* upper, uint32_t* low, uint32_t* high) {
+    typedef short shorts __attribute__((vector_size(64)));
+    static const shorts front = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    __m512i a = _mm512_loadu_si512(lower), b = _mm512_loadu_si512(upper);
+    _mm512_store_si512(low, _mm512_permutex2var_epi16(a, (__m512i)front, b));
+    _mm512_store_si512(high, _mm512_permutex2var_epi16(a, (__m512i)(front + 16), b));
+}
+
+inline void interleave(const int8_t* lower, const int8_t* upper, uint32_t* low, uint32_t* high) {
+    store(low, load_pairs(lower) | load_pairs(upper) << 16);
+    store(high, load_pairs(lower + 16) | load_pairs(upper + 16) << 16);
+}
+
+// Values of the keys [0, to) of one tile as the right side of P V, zero behind them: [step][16 dims][key pair][dim].
+template <typename T>
+void interleave(Pairs* values, const T* from, const Tile& tile, int64_t to, int64_t dim, Fetch& fetch) {
+    alignas(64) static const T zeros[MAX_DIM] = {};
+    for (int64_t j = 0; j < TILE; j += 2) {
+        if (j >= STEP && to <= STEP) break;  // nobody reads it
+        fetch.steps(2);
+        const T *lower = j < to ? from + tile.at[j] : zeros, *upper = j + 1 < to ? from + tile.at[j + 1] : zeros;
+        Pairs* rows = values + j / STEP * (dim / 16);
+        for (int64_t n = 0; n < dim / 16; n += 2)
+            interleave(lower + n * 16, upper + n * 16, rows[n][j % STEP / 2], rows[n + 1][j % STEP / 2]);
     }
-    const int32_t* table = a.tables + a.row_sequence[run.row] * a.table_stride;
-    const int64_t last = a.positions[run.row + run.rows - 1] + 1, first = a.positions[run.row] + 1;
-    const int64_t begin = a.window && first > a.window ? first - a.window : 0;
-    const bool whole = a.block_size % 16 == 0;
-    const int64_t key_bytes = a.dim * sizeof(bf16);
-    Tile<bf16> tiles[2];
-    auto size = [&](int64_t tile) { return last - tile < TILE ? last - tile : TILE; };
-    int64_t at = begin / TILE * TILE;
-    tiles[at / TILE % 2].find(key_cache, value_cache, table, at, 0, size(at), kv_head, a);
-    for (; at < last; at += TILE) {
-        Tile<bf16>& tile = tiles[at / TILE % 2];
-        int64_t to = size(at);
-        Tile<bf16>& next = tiles[(at / TILE + (at + TILE < last)) % 2];
-        if (at + TILE < last) next.find(key_cache, value_cache, table, at + TILE, 0, size(at + TILE), kv_head, a);
-        if (!whole)
-            for (int64_t j = 0; j < to; j++) {
-                std::memcpy(s.keys + j * a.dim, tile.keys[j], a.dim * sizeof(bf16));
-                tile.keys[j] = s.keys + j * a.dim;
+}
+
+// Where products find the keys: in the cache, if it has each sixteen in a row, else in `w`.
+Keys find_keys(Work& w, const bf16* keys, const Tile& tile, int64_t position, int64_t to, bool whole, int64_t dim) {
+    Keys k{{}, position, to, false};
+    for (int64_t j = 0; j < TILE; j++) {
+        if (!whole && j < to) std::memcpy(w.keys + j * dim, keys + tile.at[j], dim * sizeof(bf16));
+        if (j % 16 == 0) k.keys[j / 16] = whole ? keys + tile.at[j] : w.keys + j * dim;
+    }
+    return k;
+}
+
+Keys find_keys(Work& w, const int8_t* keys, const Tile& tile, int64_t position, int64_t to, bool, int64_t dim) {
+    Keys k{{}, position, to, true};
+    for (int64_t j = 0; j < to; j++)
+        for (int64_t i = 0; i < dim; i += W)
+            _mm256_storeu_si256((__m256i*)(w.keys + j * dim + i),
+                                _mm512_cvtepi32_epi16((__m512i)load_pairs(keys + tile.at[j] + i)));
+    for (int64_t j = 0; j < TILE; j += 16) k.keys[j / 16] = w.keys + j * dim;
+    return k;
+}
+
+inline void find_scales(Work&, const bf16*, const bf16*, const Tile&, int64_t, int64_t, bool, float) {}
+
+// Scales of one KV head, whose bytes are `head` behind those of the first.
+inline void find_scales(Work& w, const int8_t* keys, const int8_t* values, const Tile& tile, int64_t head, int64_t to,
+                        bool whole, float scale) {
+    for (int64_t j = 0; j < TILE; j += whole ? W : 1) {
+        const int64_t at = tile.scale_at[j < to ? j : 0] + head, bytes = (whole ? W : 1) * sizeof(float);
+        std::memcpy(w.factors + j, keys + at, bytes);
+        std::memcpy(w.shares + j, values + at, bytes);
+    }
+    for (int64_t j = to; j < TILE; j++) w.shares[j] = 0.0f;
+    for (int64_t j = 0; j < TILE; j += W) store(w.factors + j, product(load(w.factors + j), scale));
+}
+
+// The tiles of one piece for all groups of an item.
+template <typename T>
+class Attend {
+  public:
+    Attend(const Plan& plan, const Item& item, const T* keys, const T* values)
+        : p_(plan), a_(plan.a), item_(item), run_(plan.runs[item.run]), keys_(keys), values_(values) {
+        begin_groups();
+    }
+
+    // Positions [from, to) of the context.
+    void piece(int64_t from, int64_t to) {
+        for (int64_t i = 0; i < count_; i++) s_.groups[i].piece().clear(a_.dim);
+        const Row row = row_of(run_.row, a_);
+        // Keys of a tree are each row's own.
+        const int64_t common = row.mask ? row.context / TILE * TILE : to;
+        from = std::max(from, run_.begin / TILE * TILE);
+        Tile tiles[2], *tile = tiles, *next = tiles + 1;
+        const int64_t end = common < to ? common : to;
+        auto size = [&](int64_t at) { return end - at < TILE ? end - at : TILE; };
+        if (from < end) tile->find<T>(row, from, 0, size(from), a_);
+        for (int64_t at = from; at < end; at += TILE) {
+            Fetch fetch;
+            if (at + TILE < end) {
+                next->find<T>(row, at + TILE, 0, size(at + TILE), a_);
+                fetch.start(keys_, values_, *next, at + TILE, size(at + TILE), item_.first / p_.sets, heads(), a_);
             }
-        interleave(s.values, tile, next, to, a.dim);
-        for (int64_t i = 0; i < groups; i++) {
-            Group& g = s.groups[i];
-            if (at > a.positions[g.row + g.rows - 1]) continue;  // all of it comes later
-            score(g, tile, to, key_bytes, a);
-            bool edge = at + TILE > a.positions[g.row] + 1 || at < begin_of(g, a);
-            const int lines = i == groups - 1 ? (int)(a.dim / W) : 0;
-            auto run = g.columns <= FEW ? (edge ? weigh_few<true> : weigh_few<false>) : (edge ? weigh<true> : weigh<false>);
-            vfloat keep = run(g, at, next, lines, a.scale);
-            add_values(g, s.values, keep, to, a.dim);
+            for (int64_t i = 0; i < count_; i += per_unit_)
+                tile_of(*tile, at, size(at), s_.groups + i, per_unit_, a_.block_size % 16 == 0, fetch);
+            std::swap(tile, next);
+        }
+        for (int64_t i = 0; end < to && i < count_; i++)
+            for (int64_t r = 0; r < s_.groups[i].rows; r++) branch(s_.groups[i], r, end > from ? end : from, to);
+    }
+
+    Group* groups() { return s_.groups; }
+    int64_t count() const { return count_; }
+    bool few() const { return few_; }
+
+  private:
+    void begin_groups() {
+        for (int64_t u = 0; u < item_.units; u++)
+            for (int64_t i = 0; i < per_unit_; i++) {
+                Group& g = s_.groups[count_++];
+                begin_group(g, p_, run_, item_.first + u, i);
+                few_ &= g.columns <= FEW;
+            }
+    }
+
+    int64_t heads() const { return (item_.first + item_.units - 1) / p_.sets - item_.first / p_.sets + 1; }
+
+    // One tile of one KV head for the groups that share it.
+    void tile_of(const Tile& tile, int64_t at, int64_t to, Group* groups, int64_t count, bool whole, Fetch& fetch) {
+        Fetch none;
+        const int64_t head = groups->kv_head * head_elements<T>(a_.cache());
+        const Keys keys = find_keys(s_.work, keys_ + head, tile, at, to, whole, a_.dim);
+        find_scales(s_.work, keys_, values_, tile, head, to, whole, a_.scale);
+        bool interleaved = false;
+        for (int64_t i = 0; i < count; i++) {
+            if (at >= groups[i].last) continue;
+            Fetch& some = i == count - 1 ? fetch : none;
+            score(s_.work, groups[i], keys, some, a_.dim);
+            // While the products are under way.
+            if (!interleaved) interleave(s_.work.values, values_ + head, tile, to, a_.dim, fetch);
+            interleaved = true;
+            attend_tile(s_.work, groups[i], keys, some, a_);
         }
     }
-    for (int64_t i = 0; i < groups; i++) end_group(s.groups[i], out, head, heads, a);
+
+    // The tiles from `from` on as one row of a group sees them.
+    void branch(Group& g, int64_t r, int64_t from, int64_t to) {
+        Group& one = s_.one;
+        const Row row = row_of(g.row + r, a_);
+        begin_group(one, p_.q, g.row + r, 1, g.kv_head, g.head, g.heads, a_);
+        one.piece().clear(a_.dim);
+        Sums &mine = one.piece(), &all = g.piece();
+        const int64_t first = r * g.heads;
+        for (int64_t h = 0; h < g.heads; h++)
+            mine.top[h] = all.top[first + h], mine.total[h] = all.total[first + h];
+        std::memcpy(mine.out, all.out + first * a_.dim, g.heads * a_.dim * sizeof(float));
+        if (to > row.end) to = row.end;
+        for (int64_t at = from; at < to; at += TILE) {
+            Tile tile;
+            Fetch none;
+            int64_t size = to - at < TILE ? to - at : TILE;
+            tile.find<T>(row, at, 0, size, a_);
+            tile_of(tile, at, size, &one, 1, false, none);
+        }
+        for (int64_t h = 0; h < g.heads; h++)
+            all.top[first + h] = mine.top[h], all.total[first + h] = mine.total[h];
+        std::memcpy(all.out + first * a_.dim, mine.out, g.heads * a_.dim * sizeof(float));
+    }
+
+    static Scratch& scratch() {
+        static thread_local Scratch s;
+        return s;
+    }
+
+    const Plan& p_;
+    const AttentionArgs& a_;
+    const Item& item_;
+    const Run& run_;
+    const T *keys_, *values_;
+    Scratch& s_ = scratch();
+    const int64_t per_unit_ = p_.groups(run_);
+    int64_t count_ = 0;
+    bool few_ = true;
+};
+
+template <typename T>
+void run_item(Plan& p, const Item& item, const T* keys, const T* values) {
+    // The left sides and sums of P V: as many rows as there are columns.
+    static const TileConfig sixteen, few = [] {
+        TileConfig c;
+        c.rows[4] = c.rows[5] = c.rows[6] = FEW;
+        return c;
+    }();
+    const Run& run = p.runs[item.run];
+    Attend<T> attend(p, item, keys, values);
+    load_config(attend.few() ? few : sixteen);
+    if (item.piece >= 0) {
+        int64_t from = item.piece * PIECE;
+        attend.piece(from, from + PIECE < run.last ? from + PIECE : run.last);
+        for (int64_t i = 0; i < attend.count(); i++)
+            p.sums[item.sums + i].copy(attend.groups()[i].piece(), attend.groups()[i].columns * p.a.dim);
+    } else {
+        for (int64_t from = run.begin / PIECE * PIECE; from < run.last; from += PIECE) {
+            attend.piece(from, from + PIECE < run.last ? from + PIECE : run.last);
+            for (int64_t i = 0; i < attend.count(); i++) add_piece(attend.groups()[i], p.a.dim);
+        }
+        for (int64_t i = 0; i < attend.count(); i++) end_group(attend.groups()[i], p.out, p.a);
+    }
+    _tile_release();
+}
+
+// Rows that share a reading. All rows of one are in at most `groups` groups.
+void find_runs(std::vector<Run>& runs, int64_t most, const AttentionArgs& a) {
+    runs.clear();
+    Row before{};
+    for (int64_t r = 0; r < a.rows; r++) {
+        Row row = row_of(r, a);
+        bool joins = r > 0 && runs.back().rows < most && a.row_sequence[r] == a.row_sequence[r - 1] &&
+                     !row.mask == !before.mask && (row.mask ? row.context == before.context : row.end == before.end + 1);
+        if (!joins) runs.push_back({r, 0, row.begin, row.end});
+        Run& run = runs.back();
+        run.rows++;
+        run.begin = std::min(run.begin, row.begin), run.last = std::max(run.last, row.end);
+        before = row;
+    }
+}
+
+// The runs' items: all pieces and KV heads together, or pieces alone, or KV heads alone too, until there are enough.
+void find_items(Plan& p, int64_t units, bool pieces, bool heads) {
+    p.items.clear();
+    int64_t sums = 0;
+    for (size_t i = 0; i < p.runs.size(); i++) {
+        const Run& run = p.runs[i];
+        const int64_t groups = p.groups(run), most = heads ? 1 : std::max<int64_t>(1, MAX_STATES / groups);
+        const int64_t begin = pieces ? run.begin / PIECE : -1, end = pieces ? (run.last + PIECE - 1) / PIECE : 0;
+        for (int64_t piece = begin; piece < end; piece++)
+            for (int64_t first = 0; first < units; first += most) {
+                int64_t count = std::min(most, units - first);
+                p.items.push_back({(int64_t)i, first, count, piece, sums});
+                sums += pieces ? count * groups : 0;
+            }
+    }
+    if ((int64_t)p.sums.size() < sums) p.sums.resize(sums);
+}
+
+// Adds up the sums of items that computed one piece each.
+void join_pieces(Plan& p) {
+    for (size_t i = 0; i < p.items.size(); i++) {
+        const Item& first = p.items[i];
+        const Run& run = p.runs[first.run];
+        if (first.piece != run.begin / PIECE) continue;
+        for (int64_t s = 0; s < first.units * p.groups(run); s++) {
+            Group& g = p.joined;
+            begin_group(g, p, run, first.first + s / p.groups(run), s % p.groups(run));
+            for (size_t k = i; k < p.items.size() && p.items[k].run == first.run; k++)
+                if (p.items[k].first == first.first) {
+                    g.piece().copy(p.sums[p.items[k].sums + s], g.columns * p.a.dim);
+                    add_piece(g, p.a.dim);
+                }
+            end_group(g, p.out, p.a);
+        }
+    }
 }
 
 }  // namespace
 
-bool attention_on_tiles(const bf16* q, const bf16* key_cache, const bf16* value_cache, bf16* out,
-                        const AttentionArgs& a) {
+template <typename T>
+bool attention_on_tiles(const bf16* q, const T* keys, const T* values, bf16* out, const AttentionArgs& a) {
     if (a.dim % STEP != 0 || a.dim > MAX_DIM || !have_tiles()) return false;
-    const int64_t shared = a.q_heads / a.kv_heads, heads = shared < COLUMNS ? shared : COLUMNS;
-    const int64_t per_group = COLUMNS / heads;
-    // Fewer groups share a reading where there would be too few pieces for the threads.
-    int64_t groups = a.rows * a.kv_heads / (per_group * a.threads * 4);
-    groups = groups < 1 ? 1 : groups > MAX_GROUPS ? MAX_GROUPS : groups;
-    std::vector<Run> runs;
-    for (int64_t row = 0; row < a.rows; row++) {
-        bool goes_on = row > 0 && runs.back().rows < groups * per_group &&
-                       a.row_sequence[row] == a.row_sequence[row - 1] && a.positions[row] == a.positions[row - 1] + 1;
-        if (goes_on)
-            runs.back().rows++;
-        else
-            runs.push_back({row, 1});
-    }
-    parallel_for((int64_t)runs.size() * a.kv_heads, 1, a.threads, [&](int64_t task) {
-        static const TileConfig config;
-        int64_t kv_head = task % a.kv_heads, end = (kv_head + 1) * shared;
-        load_config(config);
-        for (int64_t head = kv_head * shared; head < end; head += heads)
-            attend(q, key_cache, value_cache, out, runs[task / a.kv_heads], per_group, kv_head, head,
-                   end - head < heads ? end - head : heads, a);
-        _tile_release();
-    });
+    static thread_local Plan plan;
+    Plan& p = plan;
+    const int64_t shared = a.q_heads / a.kv_heads;
+    p.a = a, p.q = q, p.out = out;
+    p.heads = std::min(shared, COLUMNS), p.sets = (shared + p.heads - 1) / p.heads, p.per_group = COLUMNS / p.heads;
+    find_runs(p.runs, MAX_GROUPS * p.per_group, a);
+    const int64_t units = a.kv_heads * p.sets, enough = 2 * a.threads;
+    find_items(p, units, false, false);
+    const bool pieces = a.threads > 1 && (int64_t)p.items.size() < 2 * enough;
+    if (pieces) find_items(p, units, true, false);
+    if (pieces && (int64_t)p.items.size() < enough) find_items(p, units, true, true);
+    parallel_for((int64_t)p.items.size(), 1, a.threads, [&](int64_t i) { run_item(p, p.items[i], keys, values); });
+    if (pieces) join_pieces(p);
     return true;
 }
 
 #else
 
-bool attention_on_tiles(const bf16*, const bf16*, const bf16*, bf16*, const AttentionArgs&) { return false; }
+template <typename T>
+bool attention_on_tiles(const bf16*, const T*, const T*, bf16*, const AttentionArgs&) {
+    return false;
+}
 
 #endif
+
+template bool attention_on_tiles(const bf16*, const bf16*, const bf16*, bf16*, const AttentionArgs&);
+template bool attention_on_tiles(const bf16*, const int8_t*, const int8_t*, bf16*, const AttentionArgs&);
 
 }  // namespace specserve

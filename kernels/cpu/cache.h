@@ -12,6 +12,17 @@ struct CacheShape {
     int64_t kv_heads, block_size, dim;
 };
 
+inline vfloat load(const int8_t* p) {
+#ifdef __AVX512F__
+    return (vfloat)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    typedef int8_t vbyte __attribute__((vector_size(16)));
+    vbyte v;
+    std::memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(__builtin_convertvector(v, vint), vfloat);
+#endif
+}
+
 template <typename T>
 struct CacheRow {
     T* numbers;    // [dim]
@@ -39,14 +50,19 @@ inline void store_head(const float* x, CacheRow<T> row, int64_t dim) {
     for (int64_t i = 0; i < dim; i += W) store_some(row.numbers + i, load_some(x + i, dim - i), dim - i);
 }
 
-// In int8: the greatest magnitude becomes 127, ties are rounded to even.
+// In int8: the greatest magnitude becomes 127, ties are rounded to even. A head that is not finite has a scale that is
+// not. Magnitudes are compared as whole numbers, which have the order of the numbers themselves, but NaN above all.
 inline void store_head(const float* x, CacheRow<int8_t> row, int64_t dim) {
-    vfloat most = {};
-    for (int64_t i = 0; i < dim; i += W) {
-        vfloat v = load_some(x + i, dim - i);
-        most = max(most, v < 0.0f ? -v : v);
+    uint32_t most = 0;
+    for (int64_t i = 0; i < dim; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffffu;
+        most = bits > most ? bits : most;
     }
-    float top = max(most), unit = top > 0.0f ? 127.0f / top : 0.0f;
+    float top;
+    std::memcpy(&top, &most, sizeof top);
+    const float unit = top > 0.0f ? 127.0f / top : 0.0f;
     *row.scale = top / 127.0f;
     for (int64_t i = 0; i < dim; i++) row.numbers[i] = (int8_t)std::lrintf(x[i] * unit);
 }

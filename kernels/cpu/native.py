@@ -27,7 +27,7 @@ _P, _I, _F, _N = c_void_p, c_int64, c_float, c_int
 # Pointers, then sizes, then numbers, then the number of threads: the C functions' own order.
 _NORM = (_P, _P, _P, _P, _I, _I, _F, _N)
 _ROPE = (_P,) * 9 + (_I,) * 6 + (_F, _N)
-_ATTENTION = (_P,) * 7 + (_I,) * 7 + (_F, _I, _N)
+_ATTENTION = (_P,) * 9 + (_I,) * 8 + (_F, _I, _N)
 _PACK = (_P, _P, _I, _I)
 _GEMM = (_P, _P, _P, _P, _I, _I, _I, _N)
 _SILU = (_P, _P, _I, _I, _N)
@@ -48,6 +48,8 @@ SIGNATURES = {
     "ss_rope_store_bf16_int8": _ROPE,
     "ss_attention_f32": _ATTENTION,
     "ss_attention_bf16": _ATTENTION,
+    "ss_attention_f32_int8": _ATTENTION,
+    "ss_attention_bf16_int8": _ATTENTION,
     "ss_silu_mul_f32": _SILU,
     "ss_silu_mul_bf16": _SILU,
     "ss_move_blocks": _MOVE,

@@ -126,6 +126,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     out: torch.Tensor | None = None,
+    tree: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     lib = library()
     n, num_heads, dim = q.shape
@@ -133,9 +134,11 @@ def paged_attention(
     takes = dim % 16 == 0 and dim <= MAX_HEAD_DIM and q.stride(2) == 1 and q.stride(1) == dim
     if lib is None or not hasattr(lib, name) or not takes:
         return reference.paged_attention(
-            q, key_cache, value_cache, block_tables, row_sequence, positions, scale, window, out
+            q, key_cache, value_cache, block_tables, row_sequence, positions, scale, window, out, tree
         )
     result = torch.empty(n, num_heads * dim, dtype=q.dtype) if out is None else out
+    context, masks = tree if tree is not None else (None, None)
+    assert masks is None or masks.is_contiguous()
     getattr(lib, name)(
         q.data_ptr(),
         key_cache.data_ptr(),
@@ -144,6 +147,8 @@ def paged_attention(
         block_tables.data_ptr(),
         row_sequence.data_ptr(),
         positions.data_ptr(),
+        None if context is None else context.data_ptr(),
+        None if masks is None else masks.data_ptr(),
         n,
         q.stride(0),
         block_tables.stride(0),
@@ -151,6 +156,7 @@ def paged_attention(
         key_cache.shape[1],
         dim,
         kv_layout.block_size_of(key_cache, dim),
+        0 if masks is None else masks.shape[1],
         scale,
         window,
         torch.get_num_threads(),

@@ -86,3 +86,35 @@ def test_close_to_the_oracle(dim: int, group: int, window: int) -> None:
     expected = exact.attend(reference.paged_attention, q.float(), positions, window)
     assert (found - expected).abs().max().item() < 0.02
     assert (found - expected).abs().mean().item() < 0.002
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kv_heads", "group", "window"), [(3, 3, 0), (1, 20, 0), (2, 2, 600)])
+def test_long_contexts_split_over_threads(kv_heads: int, group: int, window: int, dtype: torch.dtype) -> None:
+    """Where there are few rows, pieces of 512 keys are computed apart: no bit depends on it."""
+    length, dim = 1300, 64
+    random = torch.Generator().manual_seed(2)
+    caches = torch.randn(2, 90, kv_heads, 16, dim, generator=random).to(dtype)
+    table = torch.randperm(90, generator=random)[:82].int()[None]
+    positions = torch.tensor([*range(505, 520), *range(1015, 1030), 1299])
+    q = torch.randn(len(positions), kv_heads * group, dim, generator=random).to(dtype)
+
+    def attend(rows: slice) -> torch.Tensor:
+        zeros = torch.zeros(len(positions[rows]), dtype=torch.int32)
+        return ops.paged_attention(q[rows], *caches, table, zeros, positions[rows], 0.125, window)
+
+    assert int(positions.max()) < length
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(attend(slice(None)))
+            found.append(torch.cat([attend(slice(i, i + 1)) for i in range(len(positions))]))
+            found.append(torch.cat([attend(slice(i, i + 9)) for i in range(0, len(positions), 9)]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    zeros = torch.zeros(len(positions), dtype=torch.int32)
+    exact = reference.paged_attention(q.float(), *caches.float(), table, zeros, positions, 0.125, window)
+    assert (found[0].float() - exact).abs().max().item() < 0.01

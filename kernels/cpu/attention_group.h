@@ -1,0 +1,336 @@
+// 16 columns of attention on AMX tiles: scores, the online softmax and the weighted sum of values.
+//
+// A column is one query head of one row; a group's columns are of one sequence and one KV head. Scores of 16 keys by 16
+// columns are one tile, so that the softmax runs over columns side by side, each in an order of its own: keys in tiles
+// of 64, sums within them in one fixed order. A column's bits depend on nothing beside it. Weights are rounded to
+// bfloat16 before they meet the values, as in every attention on such units; sums are float32.
+#pragma once
+#include "attention.h"
+#include "tiles.h"
+
+#ifdef __AMX_BF16__
+
+namespace specserve {
+
+constexpr int64_t COLUMNS = 16, STEP = 32;  // of one tile; of dims or keys that one product takes
+constexpr int64_t PAIRS = 16;               // of 16-bit numbers in one row of a tile
+constexpr int64_t MAX_DIM = 256;
+constexpr int64_t FEW = 4;
+
+typedef uint32_t Pairs[PAIRS][COLUMNS];
+
+// What the softmax has summed up of some keys.
+struct alignas(64) Sums {
+    vfloat top, total;
+    float out[COLUMNS * MAX_DIM];  // [column][dim]
+
+    void clear(int64_t dim) {
+        top = splat(-INFINITY), total = vfloat{};
+        std::memset(out, 0, COLUMNS * dim * sizeof(float));
+    }
+
+    void copy(const Sums& other, int64_t numbers) {
+        top = other.top, total = other.total;
+        std::memcpy(out, other.out, numbers * sizeof(float));
+    }
+};
+
+struct alignas(64) Group {
+    Pairs q[MAX_DIM / STEP];    // [dim pair][column]: the right side of K Q^T
+    Sums sums[2];               // of the piece at hand, and of those before it
+    int at_hand = 0, seen = 0;  // which of them; whether there are any before it
+    vint begin, end;          // keys that each column sees
+    int64_t inner_begin, inner_end, last;  // all columns see the keys between the first two, none those from `last` on
+    int64_t row, rows, kv_head, head, heads, columns;
+
+    Sums& piece() { return sums[at_hand]; }
+    Sums& whole() { return sums[1 - at_hand]; }
+};
+
+// What one tile needs besides: reused by all groups.
+struct alignas(64) Work {
+    float scores[TILE][COLUMNS];
+    Pairs weights[TILE / STEP];                  // [column][key pair]: the left side of P V
+    Pairs values[TILE / STEP * (MAX_DIM / 16)];  // [step][16 dims][key pair][dim]: the right side of P V
+    bf16 keys[TILE * MAX_DIM];                   // where the cache has no 16 keys in a row, or int8
+    float factors[TILE], shares[TILE];           // of int8: what scores and weights are multiplied by
+};
+
+// The keys of one tile and one KV head: 16 follow each other at each of `keys`, in bfloat16.
+struct Keys {
+    const bf16* keys[TILE / 16];
+    int64_t tile, to;
+    bool scaled;
+};
+
+inline vuint rounded(vfloat v) {  // to bfloat16, ties to even, in the upper half; v is not NaN
+    vuint u = (vuint)v;
+    return u + 0x7fffu + ((u >> 16) & 1u);
+}
+
+// The product is rounded before anything is added to it: no compiler's choice, so that all paths agree.
+inline vfloat product(vfloat x, float y) {
+    vfloat z = x * y;
+    asm("" : "+v"(z));
+    return z;
+}
+
+inline vfloat product(vfloat x, vfloat y) {
+    vfloat z = x * y;
+    asm("" : "+v"(z));
+    return z;
+}
+
+// Rows become columns, 16 by 16.
+inline void transpose(vuint* m) {
+    vuint t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = __builtin_shufflevector(m[i], m[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        t[i + 1] = __builtin_shufflevector(m[i], m[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = i; j < i + 2; j++) {
+            m[j] = __builtin_shufflevector(t[j], t[j + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+            m[j + 2] =
+                __builtin_shufflevector(t[j], t[j + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = i; j < i + 4; j++) {
+            t[j] = __builtin_shufflevector(m[j], m[j + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+            t[j + 4] =
+                __builtin_shufflevector(m[j], m[j + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        }
+    for (int j = 0; j < 8; j++) {
+        m[j] = __builtin_shufflevector(t[j], t[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        m[j + 8] = __builtin_shufflevector(t[j], t[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+}
+
+// `heads` query heads from `head` on, of `rows` rows from `row` on.
+inline void begin_group(Group& g, const bf16* q, int64_t row, int64_t rows, int64_t kv_head, int64_t head,
+                        int64_t heads, const AttentionArgs& a) {
+    g.row = row, g.rows = rows, g.kv_head = kv_head, g.head = head, g.heads = heads, g.columns = rows * heads;
+    g.at_hand = g.seen = 0;
+    g.begin = vint{}, g.end = vint{} + INT32_MAX;  // of columns that are none
+    g.inner_begin = 0, g.inner_end = INT64_MAX, g.last = 0;
+    std::memset(g.q, 0, sizeof(Pairs) * (a.dim / STEP));
+    for (int64_t r = 0; r < rows; r++) {
+        Row one = row_of(row + r, a);
+        g.last = one.end > g.last ? one.end : g.last;
+        g.inner_end = one.end < g.inner_end ? one.end : g.inner_end;
+        g.inner_begin = one.begin > g.inner_begin ? one.begin : g.inner_begin;
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t column = r * heads + h;
+            g.begin[column] = (int32_t)one.begin, g.end[column] = (int32_t)one.end;
+            const bf16* source = q + (row + r) * a.q_stride + (head + h) * a.dim;
+            for (int64_t pair = 0; pair < a.dim / 2; pair++)
+                std::memcpy(&g.q[pair / PAIRS][pair % PAIRS][column], source + 2 * pair, sizeof(uint32_t));
+        }
+    }
+}
+
+// K Q^T, 16 keys a product. Keys behind the sixteen that hold the last one are read as the first: they are masked, and
+// memory ends somewhere.
+inline void score(Work& w, const Group& g, const Keys& k, Fetch& fetch, int64_t dim) {
+    const int64_t stride = dim * sizeof(bf16);
+    for (int64_t half = 0; half < 2 && half * STEP < k.to; half++) {
+        const bf16 *first = k.keys[2 * half], *second = k.keys[half * STEP + 16 < k.to ? 2 * half + 1 : 0];
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t i = 0; i < dim / STEP; i++) {
+            _tile_loadd(3, g.q[i], 64);
+            _tile_loadd(2, first + i * STEP, stride);
+            fetch.steps(4);
+            _tile_dpbf16ps(0, 2, 3);
+            fetch.steps(4);
+            _tile_loadd(2, second + i * STEP, stride);
+            fetch.steps(4);
+            _tile_dpbf16ps(1, 2, 3);
+            fetch.steps(4);
+        }
+        _tile_stored(0, w.scores[half * STEP], 64);
+        _tile_stored(1, w.scores[half * STEP + 16], 64);
+    }
+}
+
+// A sum of 16 in the order of `sum`.
+inline vfloat sum_of(const vfloat* v) {
+    vfloat a[8], b[4];
+    for (int i = 0; i < 8; i++) a[i] = v[i] + v[i + 8];
+    for (int i = 0; i < 4; i++) b[i] = a[i] + a[i + 4];
+    return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+// What scores are taken from; a column that has seen nothing yet has no best one.
+inline vfloat subtrahend(vfloat best) { return best == splat(-INFINITY) ? vfloat{} : best; }
+
+// The online softmax of one tile, weights [column][key]. EDGE: some column does not see all of it. Returns what earlier
+// sums are multiplied by.
+template <bool EDGE, bool SCALED>
+vfloat weigh(Work& w, Group& g, const Keys& k, Fetch& fetch, float scale) {
+    auto scaled = [&](int64_t j) {
+        vfloat x = product(load(w.scores[j]), SCALED ? w.factors[j] : scale);
+        if (!EDGE) return x;
+        vint key = vint{} + (int32_t)(k.tile + j);
+        return (key >= g.begin) & (key < g.end) ? x : splat(-INFINITY);
+    };
+    auto share = [&](vfloat x, int64_t j) { return rounded(SCALED ? product(x, w.shares[j]) : x); };
+    Sums& s = g.piece();
+    vfloat top[4] = {s.top, s.top, s.top, s.top}, total[16] = {};
+    for (int64_t j = 0; j < TILE; j += 4)
+        for (int64_t i = 0; i < 4; i++) top[i] = max(top[i], scaled(j + i));
+    vfloat best = max(max(top[0], top[1]), max(top[2], top[3])), from = subtrahend(best);
+    vfloat keep = exp_to_88(s.top - from);
+    for (int64_t step = 0; step < TILE / STEP; step++) {
+        vuint pairs[PAIRS];
+        for (int64_t i = 0; i < PAIRS; i++) {
+            int64_t j = step * STEP + 2 * i;
+            vfloat x = exp_to_88(scaled(j) - from), y = exp_to_88(scaled(j + 1) - from);
+            total[j % 16] += x, total[(j + 1) % 16] += y;
+            pairs[i] = (share(x, j) >> 16) | (share(y, j + 1) & 0xffff0000u);
+            fetch.steps(2);
+        }
+        transpose(pairs);
+        for (int64_t column = 0; column < COLUMNS; column++) store(w.weights[step][column], pairs[column]);
+    }
+    s.total = s.total * keep + sum_of(total);
+    s.top = best;
+    return keep;
+}
+
+// Columns 0..3 of scores 16 by 16: each becomes a vector over keys.
+inline void columns(const float (*scores)[COLUMNS], vfloat* x) {
+    vfloat r[4];
+    for (int i = 0; i < 4; i++) {
+        __m512 v = _mm512_castps128_ps512(_mm_load_ps(scores[i]));
+        v = _mm512_insertf32x4(v, _mm_load_ps(scores[4 + i]), 1);
+        v = _mm512_insertf32x4(v, _mm_load_ps(scores[8 + i]), 2);
+        r[i] = (vfloat)_mm512_insertf32x4(v, _mm_load_ps(scores[12 + i]), 3);
+    }
+    __m512 a = _mm512_unpacklo_ps((__m512)r[0], (__m512)r[1]), b = _mm512_unpacklo_ps((__m512)r[2], (__m512)r[3]);
+    __m512 c = _mm512_unpackhi_ps((__m512)r[0], (__m512)r[1]), d = _mm512_unpackhi_ps((__m512)r[2], (__m512)r[3]);
+    x[0] = (vfloat)_mm512_shuffle_ps(a, b, 0x44), x[1] = (vfloat)_mm512_shuffle_ps(a, b, 0xee);
+    x[2] = (vfloat)_mm512_shuffle_ps(c, d, 0x44), x[3] = (vfloat)_mm512_shuffle_ps(c, d, 0xee);
+}
+
+// The same for at most four columns, over 16 keys at a time: the same sums in the same order.
+template <bool EDGE, bool SCALED>
+vfloat weigh_few(Work& w, Group& g, const Keys& k, Fetch& fetch, float scale) {
+    vfloat x[TILE / 16][FEW];
+    Sums& s = g.piece();
+    vfloat best = s.top, total = {};
+    for (int64_t i = 0; i < TILE / 16; i++) {
+        columns(w.scores + 16 * i, x[i]);
+        for (int c = 0; c < FEW; c++) {
+            x[i][c] = SCALED ? product(x[i][c], load(w.factors + 16 * i)) : product(x[i][c], scale);
+            if (EDGE) {
+                vint key = vint{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)(k.tile + 16 * i);
+                x[i][c] = (key >= g.begin[c]) & (key < g.end[c]) ? x[i][c] : splat(-INFINITY);
+            }
+            fetch.steps(2);
+        }
+    }
+    for (int c = 0; c < FEW; c++) {
+        float top = max(max(max(x[0][c], x[1][c]), max(x[2][c], x[3][c])));
+        best[c] = top > best[c] ? top : best[c];
+    }
+    vfloat from = subtrahend(best), keep = exp_to_88(s.top - from);
+    for (int c = 0; c < FEW; c++) {
+        vfloat sums = {};
+        for (int64_t i = 0; i < TILE / 16; i++) {
+            vfloat y = exp_to_88(x[i][c] - from[c]);
+            sums += y;
+            if (SCALED) y = product(y, load(w.shares + 16 * i));
+            __m256i half = _mm512_cvtepi32_epi16((__m512i)(rounded(y) >> 16));
+            _mm256_storeu_si256((__m256i*)(w.weights[i / 2][c] + i % 2 * 8), half);
+            fetch.steps(2);
+        }
+        total[c] = sum(sums);
+    }
+    s.total = s.total * keep + total;
+    s.top = best;
+    return keep;
+}
+
+// out = out * keep + P V
+inline void add_values(const Work& w, Group& g, vfloat keep, int64_t to, Fetch& fetch, int64_t dim) {
+    for (int64_t column = 0; column < g.columns; column++) {
+        if (keep[column] == 1.0f) continue;
+        for (int64_t i = 0; i < dim; i += W) {
+            float* p = g.piece().out + column * dim + i;
+            store(p, load(p) * keep[column]);
+        }
+    }
+    const int64_t stride = dim * sizeof(float), tiles = dim / 16;
+    const bool second = to > STEP;
+    for (int64_t n = 0; n + 1 < tiles; n += 2) {
+        float* out = g.piece().out + n * 16;
+        _tile_loadd(4, out, stride);
+        _tile_loadd(5, out + 16, stride);
+        _tile_loadd(6, w.weights[0], 64);
+        _tile_loadd(7, w.values[n], 64);
+        fetch.steps(4);
+        _tile_dpbf16ps(4, 6, 7);
+        fetch.steps(4);
+        _tile_loadd(7, w.values[n + 1], 64);
+        fetch.steps(4);
+        _tile_dpbf16ps(5, 6, 7);
+        fetch.steps(4);
+        if (second) {
+            _tile_loadd(6, w.weights[1], 64);
+            _tile_loadd(7, w.values[tiles + n], 64);
+            _tile_dpbf16ps(4, 6, 7);
+            _tile_loadd(7, w.values[tiles + n + 1], 64);
+            _tile_dpbf16ps(5, 6, 7);
+        }
+        _tile_stored(4, out, stride);
+        _tile_stored(5, out + 16, stride);
+    }
+}
+
+// One tile's keys for one group, whose scores and values are in `w` already.
+inline void attend_tile(Work& w, Group& g, const Keys& k, Fetch& fetch, const AttentionArgs& a) {
+    const bool edge = k.tile < g.inner_begin || k.tile + TILE > g.inner_end;
+    static constexpr decltype(&weigh<true, true>) ways[2][2][2] = {
+        {{weigh<false, false>, weigh<false, true>}, {weigh<true, false>, weigh<true, true>}},
+        {{weigh_few<false, false>, weigh_few<false, true>}, {weigh_few<true, false>, weigh_few<true, true>}}};
+    vfloat keep = ways[g.columns <= FEW][edge][k.scaled](w, g, k, fetch, a.scale);
+    add_values(w, g, keep, k.to, fetch, a.dim);
+}
+
+// Adds the sums of the piece at hand to those before. Of each column, the first that it saw something of is taken as it
+// is, and one that it saw nothing of changes nothing, the sign of a zero included.
+inline void add_piece(Group& g, int64_t dim) {
+    Sums &whole = g.whole(), &piece = g.piece();
+    if (!g.seen) {
+        g.seen = 1, g.at_hand = 1 - g.at_hand;
+        return;
+    }
+    vfloat top = max(whole.top, piece.top), from = subtrahend(top);
+    vfloat before = exp_to_88(whole.top - from), after = exp_to_88(piece.top - from);
+    vint first = whole.top == splat(-INFINITY), none = piece.top == splat(-INFINITY);
+    vfloat total = product(whole.total, before) + product(piece.total, after);
+    whole.total = none ? whole.total : first ? piece.total : total;
+    whole.top = top;
+    for (int64_t column = 0; column < g.columns; column++) {
+        if (none[column]) continue;
+        float *to = whole.out + column * dim, *more = piece.out + column * dim;
+        if (first[column]) std::memcpy(to, more, dim * sizeof(float));
+        for (int64_t i = 0; i < dim && !first[column]; i += W)
+            store(to + i, product(load(to + i), before[column]) + product(load(more + i), after[column]));
+    }
+}
+
+inline void end_group(Group& g, bf16* out, const AttentionArgs& a) {
+    for (int64_t r = 0; r < g.rows; r++)
+        for (int64_t h = 0; h < g.heads; h++) {
+            int64_t column = r * g.heads + h;
+            for (int64_t i = 0; i < a.dim; i += W)
+                store(out + ((g.row + r) * a.q_heads + g.head + h) * a.dim + i,
+                      load(g.whole().out + column * a.dim + i) / g.whole().total[column]);
+        }
+}
+
+}  // namespace specserve
+
+#endif
