@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,9 +66,23 @@ SIGNATURES = {
     "ss_gumbel": (_P, _P, _P, _I, _I, _N),
     "ss_limit_threads": (_N,),
     "ss_count_claims": (_P, _P, _I, _I, _N),
+    "ss_gemm_packed": (_I, _I, _I, _P, _P, _P, _I, _N),
+    "ss_bench_gemm": (_I, _I, _I, _P, _I, _P, _P, _I, _N),
+    "ss_bench_attention": (_P,) * 7 + (_I,) * 8 + (_N,),
+    "ss_peak_read": (_P, _I, _I, _I, _N),
+    "ss_peak_operations": (_I, _I, _N),
+    "ss_peak_fork_join": (_P, _I, _I, _N),
 }
 # Of those that give something back.
-RESULTS = {"ss_forward_scratch": _I, "ss_packed_bytes": _I, "ss_layout": c_char_p}
+RESULTS = {
+    "ss_forward_scratch": _I,
+    "ss_packed_bytes": _I,
+    "ss_layout": c_char_p,
+    "ss_bench_gemm": c_double,
+    "ss_bench_attention": c_double,
+    "ss_peak_read": c_double,
+    "ss_peak_operations": c_double,
+}
 
 
 class ISAError(ValueError):
