@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a GPU this exact version has a CPU build; change it with TORCH="torch" to take the default CUDA build.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
 
-.PHONY: demo test test-all test-sanitised lint browser bench-serve bench-latency bench-kv bench-sched bench-step bench-peers clean
+.PHONY: demo test test-all test-sanitised lint browser bench-serve bench-latency bench-kv bench-sched bench-step bench-kernels bench-peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specserve demo
@@ -47,6 +47,9 @@ bench-sched: $(VENV)/.installed-dev
 
 bench-step: $(VENV)/.installed-dev
 	$(BIN)/python bench/step.py
+
+bench-kernels: $(VENV)/.installed-dev
+	$(BIN)/python bench/kernels.py
 
 bench-peers: $(VENV)/.installed-dev
 	$(BIN)/python bench/peers.py
