@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from specserve.kernels import kv_layout
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
+
+
+def test_int8_blocks_are_copied_with_their_scales():
+    cache = PagedKVCache(2, 4, 4, 2, 8, torch.int8)
+    assert all(t.shape == (4, 2, 4 * (8 + 4)) for t in (*cache.key, *cache.value))
+    rows = torch.randn(3, 2, 8)
+    kv_layout.store_rows(cache.value[1], torch.tensor([4, 5, 7]), rows)
+    cache.copy_blocks([(1, 3)])
+    copied = kv_layout.load_rows(cache.value[1], torch.tensor([3]), torch.tensor([0, 1, 3]), 8)
+    assert (copied - rows).abs().max().item() < 0.02 * rows.abs().max().item()
 
 
 def test_shapes_and_bytes():
