@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,11 @@ def gguf_config(file: GGUFFile) -> Any:
     Raises:
         ModelLoadError: an architecture or feature that is not supported, named; or metadata that is missing.
     """
+    values = _config_values(file)
+    return getattr(transformers, CONFIGS[file.architecture])(**values)
+
+
+def _config_values(file: GGUFFile) -> dict[str, Any]:
     kind = file.architecture
     if kind not in CONFIGS:
         raise ModelLoadError(
@@ -96,12 +102,17 @@ def gguf_config(file: GGUFFile) -> Any:
     }
     if kind != "qwen2":  # Qwen2 always has these biases and its configuration no such field
         values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    return getattr(transformers, CONFIGS[kind])(**values)
+    return values
 
 
 def gguf_model_config(file: GGUFFile) -> ModelConfig:
-    """ModelConfig of the file, with Llama 3's frequency factors where it carries them."""
-    config = ModelConfig.from_hf(gguf_config(file))
+    """ModelConfig of the file, with Llama 3's frequency factors where it carries them. Errors as for gguf_config."""
+    values = _config_values(file)
+    if values["rope_parameters"]["rope_type"] == "default":
+        # Without transformers' configuration, whose class takes longer to import than a model to load.
+        config = ModelConfig.from_hf(SimpleNamespace(model_type=file.architecture, hidden_act="silu", **values))
+    else:
+        config = ModelConfig.from_hf(gguf_config(file))
     factors = file.tensors.get(_ROPE_FACTORS)
     if factors is None:
         return config
