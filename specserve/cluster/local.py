@@ -68,7 +68,6 @@ class LocalExecutor:
         if plan.swap_out or plan.swap_in:
             self._timings["swap"] = swapping
 
-    @torch.inference_mode()
     def sample(self, plan: StepPlan, masks: Mapping[str, Bitmask]) -> StepResult:
         """Sample the rows, verify the drafts, and take the emitted tokens into the sampling states.
 
@@ -99,6 +98,7 @@ class LocalExecutor:
             return SampledTokens(r.request_id, r.epoch, (tokens[0],))
         return _verdict(r, verify(r.draft, tokens))
 
+    @torch.inference_mode()
     def _sample(self, plan: StepPlan, masks: Mapping[str, Bitmask]) -> list[SampledTokens]:
         groups = {}
         first = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -14,6 +15,11 @@ def key(name: str, **labels: str | int) -> str:
     if not labels:
         return name
     return name + "{" + ",".join(f'{label}="{value}"' for label, value in labels.items()) + "}"
+
+
+@functools.cache
+def _phase_key(phase: str) -> str:
+    return key("engine_phase_seconds_total", phase=phase)
 
 
 class Metrics:
@@ -44,7 +50,7 @@ class Metrics:
         self.add("engine_steps_total")
         self.add("engine_step_seconds_total", seconds)
         for phase, value in timings.items():
-            self.add("engine_phase_seconds_total", value, phase=phase)
+            self._values[_phase_key(phase)] += value
 
     def finished(self, reason: str, usage: Usage) -> None:
         self.add("request_success_total", finished_reason=reason)

@@ -10,6 +10,8 @@ import torch
 
 from specserve.models.batch import ForwardBatch
 
+SPARE = 16  # blocks: tables of decodes are as wide as a multiple of it, so that they seldom grow
+
 
 class Rows(Protocol):
     """Rows of one sequence: a ScheduledRequest or DraftRows."""
@@ -22,36 +24,15 @@ class Rows(Protocol):
     def block_ids(self) -> Sequence[int]: ...
 
 
-class Tables:
-    """Block tables of the sequences of a step, one a line, kept from step to step: a line is written as it changes."""
-
-    def __init__(self) -> None:
-        self._array = np.zeros((0, 0), dtype=np.int32)
-        self._lines: list[list[int]] = []
-
-    def fill(self, tables: Sequence[Sequence[int]]) -> np.ndarray:
-        """int32 [len(tables), longest], padded with 0."""
-        width = max(map(len, tables), default=0)
-        if len(tables) > self._array.shape[0] or width > self._array.shape[1]:
-            rows, columns = max(len(tables), self._array.shape[0]), max(2 * width, self._array.shape[1])
-            self._array = np.zeros((rows, columns), dtype=np.int32)
-            self._lines = [[] for _ in range(rows)]
-        lines = self._lines
-        for i, table in enumerate(tables):
-            if lines[i] != table:
-                lines[i] = list(table)
-                self._array[i, : len(table)] = table
-                self._array[i, len(table) :] = 0
-        return self._array[: len(tables), :width].copy()
-
-
 class BatchBuilder:
-    """Makes the batches of one runner. What does not change from one step to the next is kept."""
+    """Makes the batches of one runner, each of which is used up before the next is made.
+
+    Decoding steps follow each other with the same requests: their tensors are made once and written in place.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._tables = Tables()
-        self._order = _Order(0)
+        self._decodes = _Decodes(0, 0)
 
     def build(self, items: Sequence[Rows], num_logits: Sequence[int]) -> ForwardBatch:
         """The rows of each item at positions start, start + 1, ...
@@ -66,37 +47,47 @@ class BatchBuilder:
             blocks = (i.start + len(i.token_ids) + size - 1) // size
             ids = i.block_ids
             tables.append(ids if len(ids) == blocks else ids[:blocks])
-        array = self._tables.fill(tables)
-        if len(items) == sum(num_logits) == sum([len(i.token_ids) for i in items]) and min(num_logits, default=0) == 1:
-            return self._decodes(items, tables, array)
-        return _mixed(items, num_logits, array, size)
+        if not len(items) == sum(num_logits) == sum([len(i.token_ids) for i in items]) or 0 in num_logits:
+            return _mixed(items, num_logits, tables, size)
+        width = max(map(len, tables), default=0)
+        if not self._decodes.fits(len(items), width):
+            self._decodes = _Decodes(len(items), width)
+        return self._decodes.write(items, tables, size)
 
-    def _decodes(self, items: Sequence[Rows], tables: Sequence[Sequence[int]], array: np.ndarray) -> ForwardBatch:
-        """One row of each, all with logits: nothing is to be laid out."""
-        size, count = self._block_size, len(items)
-        starts = [i.start for i in items]
-        slots = [table[-1] * size + start % size for table, start in zip(tables, starts, strict=True)]
-        numbers = torch.from_numpy(np.array([[i.token_ids[0] for i in items], starts, slots], dtype=np.int64))
-        if count != len(self._order.rows):
-            self._order = _Order(count)
-        order = self._order
-        return ForwardBatch(
-            token_ids=numbers[0],
-            positions=numbers[1],
-            slots=numbers[2],
-            row_sequence=order.lines,
-            block_tables=torch.from_numpy(array),
-            logit_rows=order.rows,
-            segments=[(i, 1, i, start) for i, start in enumerate(starts)],
+
+class _Decodes:
+    """The batch of steps with one row, and its logits, for each of `count` sequences of up to `width` blocks."""
+
+    def __init__(self, count: int, width: int) -> None:
+        self._count, self._width = count, -(-width // SPARE) * SPARE
+        self._numbers = np.zeros((3, count), dtype=np.int64)
+        self._tables = np.zeros((count, self._width), dtype=np.int32)
+        self._lines: list[list[int]] = [[] for _ in range(count)]
+        tokens, positions, slots = map(torch.from_numpy, self._numbers)
+        self._batch = ForwardBatch(
+            token_ids=tokens,
+            positions=positions,
+            slots=slots,
+            row_sequence=torch.arange(count, dtype=torch.int32),
+            block_tables=torch.from_numpy(self._tables),
+            logit_rows=torch.arange(count),
         )
 
+    def fits(self, count: int, width: int) -> bool:
+        return count == self._count and width <= self._width < width + 2 * SPARE
 
-class _Order:
-    """0, 1, ..., count - 1 as rows and as lines of the block tables."""
-
-    def __init__(self, count: int) -> None:
-        self.rows = torch.arange(count)
-        self.lines = torch.arange(count, dtype=torch.int32)
+    def write(self, items: Sequence[Rows], tables: Sequence[Sequence[int]], block_size: int) -> ForwardBatch:
+        """A line of the block tables is written only as it changes."""
+        starts = [i.start for i in items]
+        slots = [table[-1] * block_size + start % block_size for table, start in zip(tables, starts, strict=True)]
+        self._numbers[:] = ([i.token_ids[0] for i in items], starts, slots)
+        for i, (line, table) in enumerate(zip(self._lines, tables, strict=True)):
+            if line != table:
+                self._lines[i] = list(table)
+                self._tables[i, : len(table)] = table
+                self._tables[i, len(table) :] = 0
+        self._batch.segments = [(i, 1, i, start) for i, start in enumerate(starts)]
+        return self._batch
 
 
 def build_batch(items: Sequence[Rows], num_logits: Sequence[int], block_size: int) -> ForwardBatch:
@@ -104,8 +95,13 @@ def build_batch(items: Sequence[Rows], num_logits: Sequence[int], block_size: in
     return BatchBuilder(block_size).build(items, num_logits)
 
 
-def _mixed(items: Sequence[Rows], num_logits: Sequence[int], tables: np.ndarray, block_size: int) -> ForwardBatch:
-    """Items of any number of rows. tables int32 [len(items), most blocks]."""
+def _mixed(
+    items: Sequence[Rows], num_logits: Sequence[int], block_ids: Sequence[Sequence[int]], block_size: int
+) -> ForwardBatch:
+    """Items of any number of rows."""
+    tables = np.zeros((len(items), max(map(len, block_ids), default=0)), dtype=np.int32)
+    for line, ids in zip(tables, block_ids, strict=True):
+        line[: len(ids)] = ids
     counts = np.array([len(i.token_ids) for i in items], dtype=np.int64)
     starts = np.array([i.start for i in items], dtype=np.int64)
     first = np.cumsum(counts) - counts

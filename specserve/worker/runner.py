@@ -81,7 +81,6 @@ class ModelRunner:
         """Logits of the last num_logits[i] rows of each item, float32 [sum, width]."""
         return self.model.forward(self._builder.build(items, num_logits), self.cache)
 
-    @torch.inference_mode()
     def best(self, items: Sequence[Rows], num_logits: Sequence[int], vocab_size: int) -> list[int]:
         """Greedy tokens of the same rows, without their logits where the model can do without.
 
@@ -92,7 +91,8 @@ class ModelRunner:
         if forward_best is not None:
             found: list[int] = forward_best(batch, self.cache, vocab_size).tolist()
             return found
-        return best(self.model.forward(batch, self.cache)[:, :vocab_size])
+        with torch.inference_mode():
+            return best(self.model.forward(batch, self.cache)[:, :vocab_size])
 
     @torch.inference_mode()
     def measure_swap(self) -> float:
