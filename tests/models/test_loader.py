@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +271,18 @@ def test_a_quantization_that_is_not_known(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="'q3' is not one of auto, none, q8, q4") as refused:
         load_model(str(tiny_llama_folder(tmp_path)), dtype="bfloat16", numerics="fast", quantization="q3")
     assert refused.value.param == "quantization"
+
+
+def test_loading_imports_no_models_of_transformers(tmp_path: Path) -> None:
+    """They take seconds, more than all the rest of loading. Converting a tokenizer needs them, once."""
+    path = tiny_gguf(tiny_llama_folder(tmp_path / "hf"), tmp_path / "a.gguf", Kind.Q4_1)
+    load_tokenizer(str(path))
+    code = (
+        "import sys\nfrom specserve.models.loader import load_model\n"
+        f"load_model({str(path)!r}, dtype='bfloat16', numerics='fast')\n"
+        "heavy = ('transformers.modeling_utils', 'torch._dynamo', 'torch.distributed.tensor', 'sympy', 'xgrammar')\n"
+        "print([name for name in heavy if name in sys.modules])\n"
+    )
+    environment = {**os.environ, "SPECSERVE_NATIVE": "0"}  # nothing is compiled in the test's own home
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert (ran.stdout.strip(), ran.returncode) == ("[]", 0), ran.stderr
