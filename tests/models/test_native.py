@@ -21,6 +21,7 @@ MODELS = [*(("odd", kind) for kind in KINDS), *((shape, "mixed") for shape in SH
 IDS = [f"{shape}-{kind}" for shape, kind in MODELS]
 CUTS = [(1, 64), *((chunk, block_size) for chunk in (7, 16, 256) for block_size in (16, 64))]
 CUT_MODELS = [(*made, *cut) for made in MODELS for cut in (CUTS if made[0] == "odd" else CUTS[:1] + CUTS[-1:])]
+COUNTS, FEW_COUNTS = [*range(1, 65), 256], [2, 3, 8, 16, 17, 31, 32, 33, 64, 256]
 VOCABULARY = {shape: config.vocab_size for shape, config in SHAPES.items()}
 
 
@@ -84,7 +85,7 @@ def test_row_counts_change_no_bit(shape: str, kind: str, threads: int) -> None:
     rows = [([prompts[row % 8][8]], 8, paged.blocks(9)) for row in range(256)]
     paged.forward([(prompts[row % 8][:8], 0, blocks) for row, (_, _, blocks) in enumerate(rows)], "last")
     torch.set_num_threads(threads)
-    for count in [*range(1, 65), 256] if threads == 1 else [2, 3, 17, 31, 33, 64, 256]:
+    for count in COUNTS if (threads, shape) == (1, "odd") else FEW_COUNTS:
         order = random.Random(count).sample(range(256), count)
         assert same_bits(paged.forward([rows[row] for row in order]), expected[[row % 8 for row in order]])
 

@@ -145,8 +145,9 @@ def test_the_lowest_of_equals_is_the_best() -> None:
     llama = NativeLlama(equal.packed(SHAPES["odd"]))
     logits = whole(llama)[0].numpy()
     assert (np.sort(logits, axis=1)[:, -8] == logits.max(1)).all()  # as often as 37 rows repeat at least
-    assert best(llama) == logits.argmax(1).tolist()
-    assert max(best(llama)) < 37
+    assert logits.argmax(1).max() < 37
+    for _ in range(30):  # which of the threads finds which of the equals is chance
+        assert best(llama) == logits.argmax(1).tolist()
     zero = replace(made, weights={**made.weights, "lm_head.weight": torch.zeros_like(head)})
     assert best(NativeLlama(zero.packed(SHAPES["odd"]))) == [0] * ROWS
 
