@@ -15,6 +15,9 @@ from tests.fakes.pairs import random_draft_folder
 from tests.fakes.prompts import chat, prompts
 
 TEMPERATURES = (0.0, 0.8)
+# The demo model's own blocks are q4. All tests run on them, those of EACH on the others too, slow runs everything.
+QUANTIZATIONS = ("auto", "q8", "none")
+EACH = pytest.mark.parametrize("engine", QUANTIZATIONS, indirect=True)
 
 
 def params(temperature: float, tokens: int, **more: Any) -> SamplingParams:
@@ -23,6 +26,17 @@ def params(temperature: float, tokens: int, **more: Any) -> SamplingParams:
 
 def ids(llm: LLM, texts: list[str], p: SamplingParams) -> list[list[int]]:
     return [list(r.token_ids) for r in llm.generate([chat(t) for t in texts], p)]
+
+
+@pytest.fixture(params=["auto", *(pytest.param(other, marks=pytest.mark.slow) for other in QUANTIZATIONS[1:])])
+def engine(request: pytest.FixtureRequest, engine: Callable[..., LLM]) -> Callable[..., LLM]:
+    """The engines of one quantization, the draft models' included; float32 is not quantised."""
+
+    def of(model: str = "demo", **options: Any) -> LLM:
+        quantization = "none" if options.get("dtype") == "float32" else request.param
+        return engine(model, quantization=quantization, **options)
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +71,7 @@ def check_drafts(
             assert totals[1] <= 0.02 * totals[0]
 
 
+@EACH
 @pytest.mark.parametrize("method", ["suffix", "same", "random"])
 def test_drafts_never_change_tokens(engine: Callable[..., LLM], random_draft: Path, method: str) -> None:
     check_drafts(engine, random_draft, method, 4, count=6, tokens=40)
@@ -78,6 +93,7 @@ def test_trap_a1_long_greedy_runs(engine: Callable[..., LLM], random_draft: Path
     assert ids(engine(speculation=speculation(method, 5, random_draft)), texts, p) == expected
 
 
+@pytest.mark.parametrize("engine", ["none"], indirect=True)
 def test_float32_drafts(engine: Callable[..., LLM], random_draft: Path) -> None:
     check_drafts(engine, random_draft, "suffix", 3, count=2, tokens=24, dtype="float32")
 
@@ -110,6 +126,7 @@ def test_concurrent_streams_join_and_leave(engine: Callable[..., LLM], temperatu
     assert asyncio.run(run()) == alone
 
 
+@EACH
 def test_trap_d12_warm_equals_cold_and_d13_chunks(engine: Callable[..., LLM]) -> None:
     """A prefix hit and the size of prefill chunks change no token and no logprob."""
     texts = [(f"{t} " * 60)[:1400] for t in prompts(2)]
