@@ -1,4 +1,8 @@
-"""Products with packed weights: one row against read bandwidth, many rows against the peak of multiplication."""
+"""Products with packed weights: one row against read bandwidth, many rows against the peak of multiplication.
+
+The rows are made into what the weights take beforehand. Every sum is stored as float32, so the widest product (gate_up)
+writes more here than in the forward, which stores half as many numbers in bfloat16.
+"""
 
 from __future__ import annotations
 
