@@ -13,6 +13,12 @@ namespace {
 
 // Row j of the result is the sum of v[j]'s 16 lanes: four rounds of pairwise sums, the same tree for every j.
 inline vfloat sum_each(const vfloat* v) {
+#if !defined(__AVX512F__)
+    // Wider shuffles than the machine's would be made of scalars; the sums of one instruction set need only agree.
+    float sums[W];
+    for (int64_t i = 0; i < W; i++) sums[i] = sum(v[i]);
+    return load(sums);
+#else
     vfloat a[8], b[4], c[2];
     for (int i = 0; i < 8; i++) {
         vfloat x = v[i], y = v[i + 8];
@@ -32,6 +38,7 @@ inline vfloat sum_each(const vfloat* v) {
     vfloat x = c[0], y = c[1];
     return __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#endif
 }
 
 // What the softmax has summed up of some keys for one query head.
@@ -99,8 +106,8 @@ inline void scores(State<H>& s, const Place<T>& here, const Place<T>& next, int 
             vfloat x = sum_each(dots[h]);
             if (sizeof(T) == 1) x *= load(s.factors + group);
             vint key = vint{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)group;
-            vint seen = (key >= (int32_t)from) & (key < (int32_t)to);
-            store(s.p[h] + group, seen ? x : splat(-INFINITY));
+            vint seen = within(key, (int32_t)from, (int32_t)to);
+            store(s.p[h] + group, select(seen, x, splat(-INFINITY)));
         }
     }
 }

@@ -3,6 +3,8 @@
 
 namespace specserve {
 
+#if !defined(__AVX2__) || defined(__AVX512F__)  // else gemm_avx2.cpp
+
 namespace {
 
 constexpr int64_t LINE = 64;                   // bytes of 16 pairs of weights
@@ -69,5 +71,7 @@ void panel_bf16(const Product& p, int64_t panel, int64_t first, int64_t rows, in
     for (; r + 2 <= end; r += 2) rows_of<2>(p, panel, r, slot);
     for (; r < end; r++) rows_of<1>(p, panel, r, slot);
 }
+
+#endif
 
 }  // namespace specserve

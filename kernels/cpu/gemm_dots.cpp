@@ -8,6 +8,8 @@
 
 namespace specserve {
 
+#if !defined(__AVX2__) || defined(__AVX512F__)  // else gemm_avx2.cpp
+
 namespace {
 
 constexpr int64_t AHEAD = 2048;  // bytes of weights fetched ahead
@@ -83,5 +85,7 @@ void panel_dots(const Product& p, int64_t panel, int64_t first, int64_t rows, in
     if (p.w.kind == Q4_0) return panel_of<Q4_0>(p, panel, first, rows, slot);
     panel_of<Q4_1>(p, panel, first, rows, slot);
 }
+
+#endif
 
 }  // namespace specserve

@@ -24,6 +24,47 @@ struct bf16 {
     uint16_t bits;
 };
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// gcc makes scalars of comparisons and choices between vectors wider than the machine's.
+struct Halves {
+    __m256 low, high;
+    explicit Halves(vfloat v) { std::memcpy(this, &v, sizeof v); }
+    Halves(__m256 a, __m256 b) : low(a), high(b) {}
+    vfloat whole() const {
+        vfloat v;
+        std::memcpy(&v, this, sizeof v);
+        return v;
+    }
+};
+
+// All ones where a < b.
+inline vint less(vfloat a, vfloat b) {
+    Halves x(a), y(b);
+    return (vint)Halves(_mm256_cmp_ps(x.low, y.low, _CMP_LT_OQ), _mm256_cmp_ps(x.high, y.high, _CMP_LT_OQ)).whole();
+}
+inline vint is_nan(vfloat v) {
+    Halves x(v);
+    return (vint)Halves(_mm256_cmp_ps(x.low, x.low, _CMP_UNORD_Q), _mm256_cmp_ps(x.high, x.high, _CMP_UNORD_Q)).whole();
+}
+inline vfloat select(vint mask, vfloat a, vfloat b) {
+    Halves m((vfloat)mask), x(a), y(b);
+    return Halves(_mm256_blendv_ps(y.low, x.low, m.low), _mm256_blendv_ps(y.high, x.high, m.high)).whole();
+}
+// All ones where from <= v < to.
+inline vint within(vint v, int32_t from, int32_t to) {
+    __m256i part[2], low = _mm256_set1_epi32(from - 1), high = _mm256_set1_epi32(to);
+    std::memcpy(part, &v, sizeof part);
+    for (__m256i& p : part) p = _mm256_and_si256(_mm256_cmpgt_epi32(p, low), _mm256_cmpgt_epi32(high, p));
+    std::memcpy(&v, part, sizeof part);
+    return v;
+}
+#else
+inline vint within(vint v, int32_t from, int32_t to) { return (v >= from) & (v < to); }
+inline vint less(vfloat a, vfloat b) { return a < b; }
+inline vint is_nan(vfloat v) { return v != v; }
+inline vfloat select(vint mask, vfloat a, vfloat b) { return mask ? a : b; }
+#endif
+
 inline vfloat splat(float x) { return vfloat{} + x; }
 
 inline vfloat load(const float* p) {
@@ -50,7 +91,7 @@ inline void store(uint32_t* p, vuint v) { std::memcpy(p, &v, sizeof v); }
 inline void store(bf16* p, vfloat v) {
     vuint u = (vuint)v;
     vuint rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    vint nan = v != v;
+    vint nan = is_nan(v);
     rounded = (rounded & ~(vuint)nan) | ((vuint)nan & 0x7fc0u);
 #ifdef __AVX512F__
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)rounded));
@@ -105,19 +146,28 @@ inline vfloat fma(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
-inline vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
+// b where either is NaN.
+inline vfloat max(vfloat a, vfloat b) { return select(less(b, a), a, b); }
 
 inline float max(vfloat v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    Halves h(v);
+    __m256 a = _mm256_max_ps(h.low, h.high);
+    __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
+#else
     v = max(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
     v = max(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
     v = max(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
     return v[0] > v[1] ? v[0] : v[1];
+#endif
 }
 
 // e^x for x <= 88, to about 2 units in the last place (Cephes' polynomial); 0 below -87.3.
 inline vfloat exp_to_88(vfloat x) {
-    vint tiny = x < -87.3f;
-    x = tiny ? splat(-87.3f) : x;
+    vint tiny = less(x, splat(-87.3f));
+    x = select(tiny, splat(-87.3f), x);
     vfloat shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the rounded integer is in the low bits
     vfloat n = shifted - 12582912.0f;
     vfloat r = x - n * 0.693359375f;
@@ -130,10 +180,10 @@ inline vfloat exp_to_88(vfloat x) {
     p = p * (r * r) + r + 1.0f;
     vint e = ((vint)shifted - 0x4b400000 + 127) << 23;
     vfloat y = p * (vfloat)e;
-    return tiny ? splat(0.0f) : y;
+    return select(tiny, vfloat{}, y);
 }
 
 // The same for every x: +inf is not produced, x is clamped at 88.
-inline vfloat exp(vfloat x) { return exp_to_88(x > 88.0f ? splat(88.0f) : x); }
+inline vfloat exp(vfloat x) { return exp_to_88(select(less(splat(88.0f), x), splat(88.0f), x)); }
 
 }  // namespace specserve
