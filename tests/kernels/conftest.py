@@ -15,21 +15,35 @@ NAMES = [variant.name for variant in runnable()]
 WANTED = [name for name in NAMES if name == os.environ.get("SPECSERVE_ISA", name)]
 
 
-@pytest.fixture(scope="module", params=WANTED or [None])
+# The best one always; the others are slow where a module does not say that it wants them all.
+BEST_FIRST = [name if i == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(WANTED)]
+
+
+@pytest.fixture(scope="module", params=BEST_FIRST or [None])
 def native_variants(request):
     """The tests of a module that uses this run once for every instruction set of this machine; gives its name. With
-    SPECSERVE_ISA, for that one only.
+    SPECSERVE_ISA, for that one only. All but the best one are slow tests.
 
     library() is the one in question. A module, not a test, is what it surrounds: hypothesis runs one test many times.
     All tests of the module must use it then (pytestmark = pytest.mark.usefixtures("native_variants")).
     """
+    yield from _use(request.param)
+
+
+@pytest.fixture(scope="module", params=WANTED or [None])
+def every_variant(request):
+    """The same, and none of them is slow."""
+    yield from _use(request.param)
+
+
+def _use(name):
     try:
-        if request.param is not None:
-            open_library(request.param)
+        if name is not None:
+            open_library(name)
     except BuildError as error:
-        if request.param != NAMES[0]:
+        if name != NAMES[0]:
             pytest.skip(f"cannot be compiled here: {error}")
         yield None  # once all the same: much of the tests is about the reference
         return
-    with use_library(request.param) if request.param else nullcontext():
-        yield request.param
+    with use_library(name) if name else nullcontext():
+        yield name

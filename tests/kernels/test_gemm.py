@@ -24,8 +24,8 @@ ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, MAX_ROWS)
 
 
 @pytest.fixture(autouse=True, params=[1, 2], ids=["1-thread", "2-threads"])
-def threads(request: pytest.FixtureRequest, native_variants: str | None) -> Iterator[int]:
-    if native_variants is None:
+def threads(request: pytest.FixtureRequest, every_variant: str | None) -> Iterator[int]:
+    if every_variant is None:
         pytest.skip("there is no native library")
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -13,7 +13,7 @@ from specserve.kernels.cpu import native
 from tests.fakes.paging import Paged
 from tests.models.native_models import KINDS, SHAPES, model, same_bits, tokens
 
-pytestmark = pytest.mark.usefixtures("native_library")
+pytestmark = pytest.mark.usefixtures("every_library")
 
 LENGTHS = (1, 2, 5, 31, 33, 64, 70, 90, 300)
 # All kinds in the shape that has most of everything, all shapes with all kinds at once.
