@@ -15,9 +15,9 @@ from tests.fakes.pairs import random_draft_folder
 from tests.fakes.prompts import chat, prompts
 
 TEMPERATURES = (0.0, 0.8)
-# The demo model's own blocks are q4. All tests run on them, those of EACH on the others too, slow runs everything.
+# The demo model's own blocks are q4. All tests run on them, those of EACH on bfloat16 too, slow runs everything.
 QUANTIZATIONS = ("auto", "q8", "none")
-EACH = pytest.mark.parametrize("engine", QUANTIZATIONS, indirect=True)
+EACH = pytest.mark.parametrize("engine", ["auto", pytest.param("q8", marks=pytest.mark.slow), "none"], indirect=True)
 
 
 def params(temperature: float, tokens: int, **more: Any) -> SamplingParams:
