@@ -13,8 +13,6 @@
 
 namespace specserve {
 
-void attention_bf16(const bf16* q, const bf16* k, const bf16* v, bf16* out, const AttentionArgs& a);
-
 namespace {
 
 constexpr int64_t ALONE = 8192;  // elements that one thread is done with sooner than another one wakes up
@@ -227,9 +225,7 @@ void pick(const Run& run) {
 
 void finish(Run& run) {
     if (run.s.logit_count == 0) return;
-    run.each(run.m.hidden, [&](int64_t r) {
-        norm_row(run.b.inputs, run.m.head, r, run.b.residual + r * run.m.hidden, run.m.norm, (float)run.m.eps);
-    });
+    norm(run, run.m.head, run.m.norm);
     if (run.s.best) pick(run);
     if (!run.s.logits) return;
     Output o{run, run.m.head, run.s.logits, run.s.logits_stride};

@@ -1,9 +1,9 @@
 // All kinds of weights on AMX tiles: 16 x 16 float32 sums, 32 inputs in bfloat16 at a time.
 //
 // Quantised weights become bfloat16 on the way: scale * q (+ least) in float32, rounded to nearest even. Vectors and
-// tiles do not overlap on the machines measured, and a block's sum of integers would have to leave the tile and be scaled
-// in vectors for every 32 inputs, so this is several times faster where rows are many, and no slower than memory where
-// they are few. Inputs stay bfloat16, which is also closer to the truth than 8 bits.
+// tiles do not overlap on the machine measured, and a block's sum of integers would have to leave the tile and be scaled
+// in vectors for every 32 inputs (bench/kernels.py measures the most that this could give). Where rows are few, making
+// the weights bfloat16 costs more than reading them. Inputs stay bfloat16, which is closer to the truth than 8 bits.
 #include "gemm.h"
 #include "half.h"
 #include "tiles.h"
