@@ -28,7 +28,9 @@ def ours(numerics: str, speculation: dict[str, Any] | None) -> tuple[Any, Callab
     """(engine, run): `run(prompts, tokens)` gives the seconds that all the prompts took, submitted at once."""
     from specserve import LLM, SamplingParams
 
-    llm = LLM("demo", dtype="bfloat16", numerics=numerics, speculation=speculation, prefix_cache=False)
+    llm = LLM(
+        "demo", dtype="bfloat16", quantization="none", numerics=numerics, speculation=speculation, prefix_cache=False
+    )
 
     def run(prompts: list[list[int]], tokens: int) -> float:
         start = time.perf_counter()
