@@ -228,8 +228,7 @@ vfloat weigh_few(Work& w, Group& g, const Keys& k, Fetch& fetch, float scale) {
     return keep;
 }
 
-// out = out * keep + P V
-inline void add_values(const Work& w, Group& g, vfloat keep, int64_t to, Fetch& fetch, int64_t dim) {
+inline void rescale(Group& g, vfloat keep, int64_t dim) {
     for (int64_t column = 0; column < g.columns; column++) {
         if (keep[column] == 1.0f) continue;
         for (int64_t i = 0; i < dim; i += W) {
@@ -237,6 +236,11 @@ inline void add_values(const Work& w, Group& g, vfloat keep, int64_t to, Fetch& 
             store(p, load(p) * keep[column]);
         }
     }
+}
+
+// out = out * keep + P V
+inline void add_values(const Work& w, Group& g, vfloat keep, int64_t to, Fetch& fetch, int64_t dim) {
+    rescale(g, keep, dim);
     const int64_t stride = dim * sizeof(float), tiles = dim / 16;
     const bool second = to > STEP;
     for (int64_t n = 0; n + 1 < tiles; n += 2) {
@@ -264,14 +268,68 @@ inline void add_values(const Work& w, Group& g, vfloat keep, int64_t to, Fetch& 
     }
 }
 
-// One tile's keys for one group, whose scores and values are in `w` already.
-inline void attend_tile(Work& w, Group& g, const Keys& k, Fetch& fetch, const AttentionArgs& a) {
+// The sums of one TDPBF16PS over up to 32 keys for C columns, bit for bit, from values as they lie in the cache: keys at
+// even places and at odd ones are summed up apart, each by fused steps from the first on, then together, then onto what
+// was there. Numbers below the normal ones are zero, as the caller's MXCSR must say. rows: [keys filled up to 2].
+template <int C>
+__attribute__((noinline)) void add_keys(const float (*even)[PAIRS], const float (*odd)[PAIRS], const bf16* values,
+                                        const int64_t* rows, int64_t keys, float* out, int64_t dim, Fetch& fetch) {
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+    const __m512i front = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
+    for (int64_t i = 0; i < dim; i += STEP) {
+        __m512 first[C][2] = {}, second[C][2] = {};  // of dims at even places, at odd ones
+        for (int64_t pair = 0; 2 * pair < keys; pair++) {
+            const __m512i x = _mm512_loadu_si512(values + rows[2 * pair] + i);
+            const __m512i y = _mm512_loadu_si512(values + rows[2 * pair + 1] + i);
+            const __m512 x0 = (__m512)_mm512_slli_epi32(x, 16), x1 = (__m512)_mm512_and_si512(x, upper);
+            const __m512 y0 = (__m512)_mm512_slli_epi32(y, 16), y1 = (__m512)_mm512_and_si512(y, upper);
+            fetch.steps(2);
+            for (int c = 0; c < C; c++) {
+                const __m512 p = _mm512_set1_ps(even[c][pair]), q = _mm512_set1_ps(odd[c][pair]);
+                first[c][0] = _mm512_fmadd_ps(p, x0, first[c][0]);
+                first[c][1] = _mm512_fmadd_ps(p, x1, first[c][1]);
+                second[c][0] = _mm512_fmadd_ps(q, y0, second[c][0]);
+                second[c][1] = _mm512_fmadd_ps(q, y1, second[c][1]);
+            }
+        }
+        for (int c = 0; c < C; c++) {
+            float* to = out + c * dim + i;
+            const __m512 low = _mm512_add_ps(first[c][0], second[c][0]), high = _mm512_add_ps(first[c][1], second[c][1]);
+            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_permutex2var_ps(low, front, high)));
+            to += W;
+            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_permutex2var_ps(low, back, high)));
+        }
+    }
+}
+
+// out = out * keep + P V for at most FEW columns, whose tiles would be empty for the most part.
+inline void add_values_few(const Work& w, Group& g, vfloat keep, const bf16* values, const int64_t* rows, int64_t to,
+                           Fetch& fetch, int64_t dim) {
+    static constexpr decltype(&add_keys<1>) ways[FEW] = {add_keys<1>, add_keys<2>, add_keys<3>, add_keys<4>};
+    rescale(g, keep, dim);
+    const uint32_t before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);  // denormals are zero, going in and coming out
+    for (int64_t step = 0; step * STEP < to; step++) {
+        alignas(64) float even[FEW][PAIRS], odd[FEW][PAIRS];
+        for (int64_t c = 0; c < g.columns; c++) {
+            const __m512i pairs = _mm512_load_si512(w.weights[step][c]);
+            _mm512_store_si512(even[c], _mm512_slli_epi32(pairs, 16));
+            _mm512_store_si512(odd[c], _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+        }
+        const int64_t keys = to - step * STEP < STEP ? to - step * STEP : STEP;
+        ways[g.columns - 1](even, odd, values, rows + step * STEP, keys, g.piece().out, dim, fetch);
+    }
+    _mm_setcsr(before);
+}
+
+// The softmax of one tile, whose scores are in `w`. Returns what earlier sums are multiplied by.
+inline vfloat weigh_tile(Work& w, Group& g, const Keys& k, Fetch& fetch, const AttentionArgs& a) {
     const bool edge = k.tile < g.inner_begin || k.tile + TILE > g.inner_end;
     static constexpr decltype(&weigh<true, true>) ways[2][2][2] = {
         {{weigh<false, false>, weigh<false, true>}, {weigh<true, false>, weigh<true, true>}},
         {{weigh_few<false, false>, weigh_few<false, true>}, {weigh_few<true, false>, weigh_few<true, true>}}};
-    vfloat keep = ways[g.columns <= FEW][edge][k.scaled](w, g, k, fetch, a.scale);
-    add_values(w, g, keep, k.to, fetch, a.dim);
+    return ways[g.columns <= FEW][edge][k.scaled](w, g, k, fetch, a.scale);
 }
 
 // Adds the sums of the piece at hand to those before. Of each column, the first that it saw something of is taken as it

@@ -6,6 +6,7 @@
 #include "attention_group.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "pool.h"
@@ -129,13 +130,14 @@ inline void find_scales(Work& w, const int8_t* keys, const int8_t* values, const
 template <typename T>
 class Attend {
   public:
-    Attend(const Plan& plan, const Item& item, const T* keys, const T* values)
-        : p_(plan), a_(plan.a), item_(item), run_(plan.runs[item.run]), keys_(keys), values_(values) {
+    // `next` is the item that the thread most likely takes then, or null.
+    Attend(const Plan& plan, const Item& item, const Item* next, const T* keys, const T* values)
+        : p_(plan), a_(plan.a), item_(item), run_(plan.runs[item.run]), next_(next), keys_(keys), values_(values) {
         begin_groups();
     }
 
-    // Positions [from, to) of the context.
-    void piece(int64_t from, int64_t to) {
+    // Positions [from, to) of the context. The item goes on with the position `then`, unless that is -1.
+    void piece(int64_t from, int64_t to, int64_t then) {
         for (int64_t i = 0; i < count_; i++) s_.groups[i].piece().clear(a_.dim);
         const Row row = row_of(run_.row, a_);
         // Keys of a tree are each row's own.
@@ -149,7 +151,9 @@ class Attend {
             Fetch fetch;
             if (at + TILE < end) {
                 next->find<T>(row, at + TILE, 0, size(at + TILE), a_);
-                fetch.start(keys_, values_, *next, at + TILE, size(at + TILE), item_.first / p_.sets, heads(), a_);
+                fetch_tile(fetch, *next, item_, at + TILE, size(at + TILE));
+            } else if (then >= 0 || next_) {
+                look_ahead(fetch, *next, then);
             }
             for (int64_t i = 0; i < count_; i += per_unit_)
                 tile_of(*tile, at, size(at), s_.groups + i, per_unit_, a_.block_size % 16 == 0, fetch);
@@ -173,7 +177,22 @@ class Attend {
             }
     }
 
-    int64_t heads() const { return (item_.first + item_.units - 1) / p_.sets - item_.first / p_.sets + 1; }
+    void fetch_tile(Fetch& fetch, const Tile& tile, const Item& item, int64_t at, int64_t size) {
+        const int64_t first = item.first / p_.sets, last = (item.first + item.units - 1) / p_.sets;
+        fetch.start(keys_, values_, tile, at, size, first, last - first + 1, a_);
+    }
+
+    // Fetches the first tile of what comes next, which nobody would fetch otherwise.
+    void look_ahead(Fetch& fetch, Tile& tile, int64_t then) {
+        const Item& item = then >= 0 ? item_ : *next_;
+        const Run& run = p_.runs[item.run];
+        const Row row = row_of(run.row, a_);
+        int64_t at = then >= 0 ? then : std::max(run.begin, item.piece * PIECE) / TILE * TILE;
+        const int64_t size = std::min({TILE, run.last - at, row.context - at});
+        if (size <= 0) return;
+        tile.find<T>(row, at, 0, size, a_);
+        fetch_tile(fetch, tile, item, at, size);
+    }
 
     // One tile of one KV head for the groups that share it.
     void tile_of(const Tile& tile, int64_t at, int64_t to, Group* groups, int64_t count, bool whole, Fetch& fetch) {
@@ -186,10 +205,18 @@ class Attend {
             if (at >= groups[i].last) continue;
             Fetch& some = i == count - 1 ? fetch : none;
             score(s_.work, groups[i], keys, some, a_.dim);
+            if constexpr (std::is_same_v<T, bf16>) {
+                if (groups[i].columns <= FEW) {
+                    const vfloat keep = weigh_tile(s_.work, groups[i], keys, some, a_);
+                    add_values_few(s_.work, groups[i], keep, values_ + head, tile.at, to, some, a_.dim);
+                    continue;
+                }
+            }
             // While the products are under way.
             if (!interleaved) interleave(s_.work.values, values_ + head, tile, to, a_.dim, fetch);
             interleaved = true;
-            attend_tile(s_.work, groups[i], keys, some, a_);
+            const vfloat keep = weigh_tile(s_.work, groups[i], keys, some, a_);
+            add_values(s_.work, groups[i], keep, to, some, a_.dim);
         }
     }
 
@@ -226,6 +253,7 @@ class Attend {
     const AttentionArgs& a_;
     const Item& item_;
     const Run& run_;
+    const Item* next_;
     const T *keys_, *values_;
     Scratch& s_ = scratch();
     const int64_t per_unit_ = p_.groups(run_);
@@ -234,7 +262,7 @@ class Attend {
 };
 
 template <typename T>
-void run_item(Plan& p, const Item& item, const T* keys, const T* values) {
+void run_item(Plan& p, const Item& item, const Item* next, const T* keys, const T* values) {
     // The left sides and sums of P V: as many rows as there are columns.
     static const TileConfig sixteen, few = [] {
         TileConfig c;
@@ -242,16 +270,17 @@ void run_item(Plan& p, const Item& item, const T* keys, const T* values) {
         return c;
     }();
     const Run& run = p.runs[item.run];
-    Attend<T> attend(p, item, keys, values);
+    Attend<T> attend(p, item, next, keys, values);
     load_config(attend.few() ? few : sixteen);
     if (item.piece >= 0) {
         int64_t from = item.piece * PIECE;
-        attend.piece(from, from + PIECE < run.last ? from + PIECE : run.last);
+        attend.piece(from, from + PIECE < run.last ? from + PIECE : run.last, -1);
         for (int64_t i = 0; i < attend.count(); i++)
             p.sums[item.sums + i].copy(attend.groups()[i].piece(), attend.groups()[i].columns * p.a.dim);
     } else {
         for (int64_t from = run.begin / PIECE * PIECE; from < run.last; from += PIECE) {
-            attend.piece(from, from + PIECE < run.last ? from + PIECE : run.last);
+            const bool more = from + PIECE < run.last;
+            attend.piece(from, more ? from + PIECE : run.last, more ? from + PIECE : -1);
             for (int64_t i = 0; i < attend.count(); i++) add_piece(attend.groups()[i], p.a.dim);
         }
         for (int64_t i = 0; i < attend.count(); i++) end_group(attend.groups()[i], p.out, p.a);
@@ -328,7 +357,12 @@ bool attention_on_tiles(const bf16* q, const T* keys, const T* values, bf16* out
     const bool pieces = a.threads > 1 && (int64_t)p.items.size() < 2 * enough;
     if (pieces) find_items(p, units, true, false);
     if (pieces && (int64_t)p.items.size() < enough) find_items(p, units, true, true);
-    parallel_for((int64_t)p.items.size(), 1, a.threads, [&](int64_t i) { run_item(p, p.items[i], keys, values); });
+    const int64_t count = (int64_t)p.items.size();
+    ShardedClaims claims(count, 1, a.threads);
+    run_slots(count > 1 ? a.threads : 1, [&](int slot) {
+        for (int64_t i, end; claims.next(slot, i, end);)
+            run_item(p, p.items[i], i + 1 < count ? &p.items[i + 1] : nullptr, keys, values);
+    });
     if (pieces) join_pieces(p);
     return true;
 }

@@ -38,7 +38,7 @@ struct Product {
     const void* context;
     const int64_t* panels;  // those that are computed, one after the other in the result; null for all
     int64_t num_panels;
-    const uint32_t* turned = nullptr;  // x for the right side of a tile product: [k / 32][16 pairs][16 rows]
+    const uint32_t* turned = nullptr;  // x for the right side of a tile product: [k / 32][2][16 pairs][16 rows]
 
     int64_t count() const { return panels ? num_panels : w.panels(); }
     const uint8_t* weights(int64_t panel) const { return w.panel(panels ? panels[panel] : panel); }
@@ -53,7 +53,7 @@ void gemm(const Product& p, int threads);
 
 // Sums of rows [first, first + rows) for one panel. `first` is a multiple of 32.
 void panel_on_tiles(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot);
-// x of up to 16 rows turned, where that is how the product takes it; else null. Kept until the thread's next one.
+// x of up to 32 rows turned, where that is how the product takes it; else null. Kept until the thread's next one.
 const uint32_t* turn(const Product& p);
 void panel_bf16(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot);
 void panel_dots(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot);

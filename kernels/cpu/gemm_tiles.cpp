@@ -161,41 +161,56 @@ inline void multiply(const char* x, const Operand& o, const void* weights) {
 
 // Tiles are loaded some blocks after their lines were stored: sooner, each load would wait for its stores.
 constexpr int64_t RING = 8, LAG = 2;
+constexpr int64_t TURNED = 2 * 16 * 16;  // pairs of 32 inputs of 32 rows
 
-// Up to 16 rows by Q4: the weights are the left side, which takes them as they come out of their tables.
+// Sums [16 outputs][16 rows] -> [rows][32 outputs].
+void turn_back(const uint32_t (*out)[16], int64_t rows, float* sums) {
+    if (rows <= 4) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < HALF; i++) std::memcpy(sums + r * PANEL + i, &out[i][r], 4);
+        return;
+    }
+    vuint lines[16];
+    std::memcpy(lines, out, sizeof lines);
+    transpose(lines);
+    for (int64_t r = 0; r < rows; r++) std::memcpy(sums + r * PANEL, &lines[r], LINE);
+}
+
+// Up to 32 rows by Q4: the weights are the left side, which takes them as they come out of their tables.
+template <bool BOTH>
 void few_turned(const Product& p, const uint8_t* panel, int64_t rows, float* sums) {
     alignas(64) bf16 ring[RING][PANEL * 32];
-    alignas(64) uint32_t out[PANEL][16];
+    alignas(64) uint32_t out[4][16][16];
     const int64_t bytes = p.w.block_bytes(), blocks = p.w.blocks();
-    begin<false>(sums, true);
+    begin<BOTH>(sums, true);
     for (int64_t b = 0; b < blocks + LAG; b++, panel += bytes) {
         if (b < blocks) dequantise_q4(p.w, panel, ring[b % RING]);
         if (b < LAG) continue;
-        _tile_loadd(4, p.turned + (b - LAG) * 256, LINE);
-        _tile_loadd(6, ring[(b - LAG) % RING], LINE);
-        _tile_loadd(7, ring[(b - LAG) % RING] + HALF * 32, LINE);
+        const uint32_t* x = p.turned + (b - LAG) * TURNED;
+        const bf16* weights = ring[(b - LAG) % RING];
+        _tile_loadd(4, x, LINE);
+        if (BOTH) _tile_loadd(5, x + 256, LINE);
+        _tile_loadd(6, weights, LINE);
+        _tile_loadd(7, weights + HALF * 32, LINE);
         _tile_dpbf16ps(0, 6, 4);
+        if (BOTH) _tile_dpbf16ps(2, 6, 5);
         _tile_dpbf16ps(1, 7, 4);
+        if (BOTH) _tile_dpbf16ps(3, 7, 5);
     }
-    _tile_stored(0, out, LINE);
-    _tile_stored(1, out + HALF, LINE);
-    if (rows <= 4) {
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < PANEL; i++) std::memcpy(sums + r * PANEL + i, &out[i][r], 4);
-        return;
-    }
-    for (int64_t half = 0; half < 2; half++) {
-        vuint lines[16];
-        std::memcpy(lines, out + half * HALF, sizeof lines);
-        transpose(lines);
-        for (int64_t r = 0; r < rows; r++) std::memcpy(sums + r * PANEL + half * HALF, &lines[r], LINE);
-    }
+    _tile_stored(0, out[0], LINE);
+    _tile_stored(1, out[1], LINE);
+    if (BOTH) _tile_stored(2, out[2], LINE);
+    if (BOTH) _tile_stored(3, out[3], LINE);
+    for (int64_t i = 0; i < (BOTH ? 4 : 2); i++)
+        turn_back(out[i], std::min<int64_t>(16, rows - i / 2 * 16), sums + i / 2 * 16 * PANEL + i % 2 * HALF);
 }
 
 // Sums [32 outputs, rows] of inputs [16 pairs, rows].
 TileConfig turned_config(int64_t rows) {
     TileConfig config;
-    config.column_bytes[0] = config.column_bytes[1] = config.column_bytes[4] = (uint16_t)(4 * rows);
+    const int64_t upper = rows > 16 ? 16 : rows, lower = rows > 16 ? rows - 16 : 1;
+    config.column_bytes[0] = config.column_bytes[1] = config.column_bytes[4] = (uint16_t)(4 * upper);
+    config.column_bytes[2] = config.column_bytes[3] = config.column_bytes[5] = (uint16_t)(4 * lower);
     return config;
 }
 
@@ -283,21 +298,21 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t rows, int
 void panel_on_tiles(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
     have_tiles();  // asks for them; a machine that refuses is given another library
     const int64_t tail = rows % ROWS, whole = rows - tail;
+    alignas(64) float sums[ROWS * PANEL];
+    if (p.turned) {
+        load_config(turned_config(rows));
+        (rows > 16 ? few_turned<true> : few_turned<false>)(p, p.weights(panel), rows, sums);
+        p.give(slot, sums, first, rows, panel);
+        return _tile_release();
+    }
     if (whole > ROWS || (whole && tail)) {
         many_rows(p, panel, first, whole, slot);
     } else if (whole) {
-        alignas(64) float sums[ROWS * PANEL];
         load_config(config_of(ROWS));
         few_rows<true>(p, p.weights(panel), first, sums);
         p.give(slot, sums, first, ROWS, panel);
     }
-    if (tail && p.turned) {
-        alignas(64) float sums[HALF * PANEL];
-        load_config(turned_config(tail));
-        few_turned(p, p.weights(panel), tail, sums);
-        p.give(slot, sums, first, tail, panel);
-    } else if (tail) {
-        alignas(64) float sums[ROWS * PANEL];
+    if (tail) {
         load_config(config_of(tail));
         (tail > 16 ? few_rows<true> : few_rows<false>)(p, p.weights(panel), first + whole, sums);
         p.give(slot, sums, first + whole, tail, panel);
@@ -308,24 +323,26 @@ void panel_on_tiles(const Product& p, int64_t panel, int64_t first, int64_t rows
 const uint32_t* turn(const Product& p) {
     static thread_local uint32_t* memory = nullptr;
     static thread_local int64_t size = 0;
-    if (p.rows > 16 || (p.w.kind != Q4_0 && p.w.kind != Q4_1)) return nullptr;
+    if (p.rows > ROWS || (p.w.kind != Q4_0 && p.w.kind != Q4_1)) return nullptr;
     if (p.w.blocks() > size) {
         ::operator delete[](memory, std::align_val_t(64));
-        memory = (uint32_t*)::operator new[]((size_t)p.w.blocks() * 1024, std::align_val_t(64));
+        memory = (uint32_t*)::operator new[]((size_t)p.w.blocks() * TURNED * sizeof(uint32_t), std::align_val_t(64));
         size = p.w.blocks();
     }
-    for (int64_t b = 0; b < p.w.blocks(); b++) {
-        uint32_t* to = memory + b * 256;
-        if (p.rows <= 4) {
-            for (int64_t r = 0; r < p.rows; r++)
-                for (int64_t i = 0; i < 16; i++) std::memcpy(to + i * 16 + r, p.x.at(r, b) + 2 * i, 4);
-            continue;
+    for (int64_t b = 0; b < p.w.blocks(); b++)
+        for (int64_t first = 0; first < p.rows; first += 16) {
+            uint32_t* to = memory + b * TURNED + first * 16;
+            const int64_t count = std::min<int64_t>(16, p.rows - first);
+            if (count <= 4) {
+                for (int64_t r = 0; r < count; r++)
+                    for (int64_t i = 0; i < 16; i++) std::memcpy(to + i * 16 + r, p.x.at(first + r, b) + 2 * i, 4);
+                continue;
+            }
+            vuint rows[16] = {};
+            for (int64_t r = 0; r < count; r++) std::memcpy(&rows[r], p.x.at(first + r, b), sizeof rows[r]);
+            transpose(rows);
+            std::memcpy(to, rows, sizeof rows);
         }
-        vuint rows[16] = {};
-        for (int64_t r = 0; r < p.rows; r++) std::memcpy(&rows[r], p.x.at(r, b), sizeof rows[r]);
-        transpose(rows);
-        std::memcpy(to, rows, sizeof rows);
-    }
     return memory;
 }
 
