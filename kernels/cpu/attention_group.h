@@ -43,6 +43,7 @@ struct alignas(64) Group {
     vint begin, end;          // keys that each column sees
     int64_t inner_begin, inner_end, last;  // all columns see the keys between the first two, none those from `last` on
     int64_t row, rows, kv_head, head, heads, columns;
+    float unit;  // of scores: see `weight`
 
     Sums& piece() { return sums[at_hand]; }
     Sums& whole() { return sums[1 - at_hand]; }
@@ -64,9 +65,23 @@ struct Keys {
     bool scaled;
 };
 
-inline vuint rounded(vfloat v) {  // to bfloat16, ties to even, in the upper half; v is not NaN
-    vuint u = (vuint)v;
-    return u + 0x7fffu + ((u >> 16) & 1u);
+// 2^x to about 2 units in the last place (the minimax polynomial over [0, 1]); 0 where x is far below 0.
+inline vfloat exp2(vfloat x) {
+    const __m512 f = _mm512_reduce_ps((__m512)x, 1);  // what is beyond the next lower whole number
+    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.8775767e-3f), f, _mm512_set1_ps(8.9893397e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5826318e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4015371e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9315308e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return (vfloat)_mm512_scalef_ps(p, (__m512)x);
+}
+
+// e^(score - best) of scaled scores: `unit` is the scale, in powers of two, and `from` the best one in units.
+inline vfloat weight(vfloat score, vfloat unit, vfloat from) { return exp2(fma(score, unit, -from)); }
+
+// The same of an earlier best one; exactly 1 where it still is.
+inline vfloat weight_of(vfloat top, vfloat best, vfloat unit, vfloat from) {
+    return top == best ? splat(1.0f) : weight(top, unit, from);
 }
 
 // The product is rounded before anything is added to it: no compiler's choice, so that all paths agree.
@@ -109,24 +124,33 @@ inline void begin_group(Group& g, const bf16* q, int64_t row, int64_t rows, int6
 // memory ends somewhere.
 inline void score(Work& w, const Group& g, const Keys& k, Fetch& fetch, int64_t dim) {
     const int64_t stride = dim * sizeof(bf16);
-    for (int64_t half = 0; half < 2 && half * STEP < k.to; half++) {
-        const bf16 *first = k.keys[2 * half], *second = k.keys[half * STEP + 16 < k.to ? 2 * half + 1 : 0];
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int64_t i = 0; i < dim / STEP; i++) {
-            _tile_loadd(3, g.q[i], 64);
-            _tile_loadd(2, first + i * STEP, stride);
-            fetch.steps(4);
-            _tile_dpbf16ps(0, 2, 3);
-            fetch.steps(4);
-            _tile_loadd(2, second + i * STEP, stride);
-            fetch.steps(4);
-            _tile_dpbf16ps(1, 2, 3);
-            fetch.steps(4);
-        }
-        _tile_stored(0, w.scores[half * STEP], 64);
-        _tile_stored(1, w.scores[half * STEP + 16], 64);
+    const bf16* from[TILE / 16];
+    for (int64_t i = 0; i < TILE / 16; i++) from[i] = k.keys[i * 16 < k.to ? i : 0];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < dim; i += STEP) {
+        _tile_loadd(4, g.q[i / STEP], 64);
+        _tile_loadd(5, from[0] + i, stride);
+        _tile_loadd(6, from[1] + i, stride);
+        fetch.steps(8);
+        _tile_dpbf16ps(0, 5, 4);
+        _tile_dpbf16ps(1, 6, 4);
+        if (k.to <= STEP) continue;
+        fetch.steps(8);
+        _tile_loadd(7, from[2] + i, stride);
+        _tile_loadd(5, from[3] + i, stride);
+        fetch.steps(8);
+        _tile_dpbf16ps(2, 7, 4);
+        _tile_dpbf16ps(3, 5, 4);
+        fetch.steps(8);
     }
+    _tile_stored(0, w.scores[0], 64);
+    _tile_stored(1, w.scores[16], 64);
+    if (k.to <= STEP) return;
+    _tile_stored(2, w.scores[32], 64);
+    _tile_stored(3, w.scores[48], 64);
 }
 
 // A sum of 16 in the order of `sum`.
@@ -138,32 +162,42 @@ inline vfloat sum_of(const vfloat* v) {
 }
 
 // What scores are taken from; a column that has seen nothing yet has no best one.
-inline vfloat subtrahend(vfloat best) { return best == splat(-INFINITY) ? vfloat{} : best; }
+inline vfloat subtrahend(vfloat best, vfloat unit) { return best == splat(-INFINITY) ? vfloat{} : best * unit; }
+
+// 16 columns of two keys in bfloat16, as pairs.
+inline vuint pairs_of(vfloat x, vfloat y) {
+    typedef short shorts __attribute__((vector_size(64)));
+    static const shorts order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return (vuint)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));
+}
 
 // The online softmax of one tile, weights [column][key]. EDGE: some column does not see all of it. Returns what earlier
 // sums are multiplied by.
 template <bool EDGE, bool SCALED>
-vfloat weigh(Work& w, Group& g, const Keys& k, Fetch& fetch, float scale) {
-    auto scaled = [&](int64_t j) {
-        vfloat x = product(load(w.scores[j]), SCALED ? w.factors[j] : scale);
+vfloat weigh(Work& w, Group& g, const Keys& k, Fetch& fetch) {
+    auto score = [&](int64_t j) {
+        vfloat x = load(w.scores[j]);
+        if (SCALED) x = product(x, w.factors[j]);
         if (!EDGE) return x;
         vint key = vint{} + (int32_t)(k.tile + j);
         return (key >= g.begin) & (key < g.end) ? x : splat(-INFINITY);
     };
-    auto share = [&](vfloat x, int64_t j) { return rounded(SCALED ? product(x, w.shares[j]) : x); };
+    auto share = [&](vfloat x, int64_t j) { return SCALED ? product(x, w.shares[j]) : x; };
+    const vfloat unit = splat(g.unit);
     Sums& s = g.piece();
     vfloat top[4] = {s.top, s.top, s.top, s.top}, total[16] = {};
     for (int64_t j = 0; j < TILE; j += 4)
-        for (int64_t i = 0; i < 4; i++) top[i] = max(top[i], scaled(j + i));
-    vfloat best = max(max(top[0], top[1]), max(top[2], top[3])), from = subtrahend(best);
-    vfloat keep = exp_to_88(s.top - from);
+        for (int64_t i = 0; i < 4; i++) top[i] = max(top[i], score(j + i));
+    vfloat best = max(max(top[0], top[1]), max(top[2], top[3])), from = subtrahend(best, unit);
+    vfloat keep = weight_of(s.top, best, unit, from);
     for (int64_t step = 0; step < TILE / STEP; step++) {
         vuint pairs[PAIRS];
         for (int64_t i = 0; i < PAIRS; i++) {
             int64_t j = step * STEP + 2 * i;
-            vfloat x = exp_to_88(scaled(j) - from), y = exp_to_88(scaled(j + 1) - from);
+            vfloat x = weight(score(j), unit, from), y = weight(score(j + 1), unit, from);
             total[j % 16] += x, total[(j + 1) % 16] += y;
-            pairs[i] = (share(x, j) >> 16) | (share(y, j + 1) & 0xffff0000u);
+            pairs[i] = pairs_of(share(x, j), share(y, j + 1));
             fetch.steps(2);
         }
         transpose(pairs);
@@ -191,14 +225,15 @@ inline void columns(const float (*scores)[COLUMNS], vfloat* x) {
 
 // The same for at most four columns, over 16 keys at a time: the same sums in the same order.
 template <bool EDGE, bool SCALED>
-vfloat weigh_few(Work& w, Group& g, const Keys& k, Fetch& fetch, float scale) {
+vfloat weigh_few(Work& w, Group& g, const Keys& k, Fetch& fetch) {
     vfloat x[TILE / 16][FEW];
+    const vfloat unit = splat(g.unit);
     Sums& s = g.piece();
     vfloat best = s.top, total = {};
     for (int64_t i = 0; i < TILE / 16; i++) {
         columns(w.scores + 16 * i, x[i]);
         for (int c = 0; c < FEW; c++) {
-            x[i][c] = SCALED ? product(x[i][c], load(w.factors + 16 * i)) : product(x[i][c], scale);
+            if (SCALED) x[i][c] = product(x[i][c], load(w.factors + 16 * i));
             if (EDGE) {
                 vint key = vint{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)(k.tile + 16 * i);
                 x[i][c] = (key >= g.begin[c]) & (key < g.end[c]) ? x[i][c] : splat(-INFINITY);
@@ -210,15 +245,14 @@ vfloat weigh_few(Work& w, Group& g, const Keys& k, Fetch& fetch, float scale) {
         float top = max(max(max(x[0][c], x[1][c]), max(x[2][c], x[3][c])));
         best[c] = top > best[c] ? top : best[c];
     }
-    vfloat from = subtrahend(best), keep = exp_to_88(s.top - from);
+    vfloat from = subtrahend(best, unit), keep = weight_of(s.top, best, unit, from);
     for (int c = 0; c < FEW; c++) {
         vfloat sums = {};
         for (int64_t i = 0; i < TILE / 16; i++) {
-            vfloat y = exp_to_88(x[i][c] - from[c]);
+            vfloat y = weight(x[i][c], unit, splat(from[c]));
             sums += y;
             if (SCALED) y = product(y, load(w.shares + 16 * i));
-            __m256i half = _mm512_cvtepi32_epi16((__m512i)(rounded(y) >> 16));
-            _mm256_storeu_si256((__m256i*)(w.weights[i / 2][c] + i % 2 * 8), half);
+            _mm256_storeu_si256((__m256i*)(w.weights[i / 2][c] + i % 2 * 8), (__m256i)_mm512_cvtneps_pbh((__m512)y));
             fetch.steps(2);
         }
         total[c] = sum(sums);
@@ -228,108 +262,13 @@ vfloat weigh_few(Work& w, Group& g, const Keys& k, Fetch& fetch, float scale) {
     return keep;
 }
 
-inline void rescale(Group& g, vfloat keep, int64_t dim) {
-    for (int64_t column = 0; column < g.columns; column++) {
-        if (keep[column] == 1.0f) continue;
-        for (int64_t i = 0; i < dim; i += W) {
-            float* p = g.piece().out + column * dim + i;
-            store(p, load(p) * keep[column]);
-        }
-    }
-}
-
-// out = out * keep + P V
-inline void add_values(const Work& w, Group& g, vfloat keep, int64_t to, Fetch& fetch, int64_t dim) {
-    rescale(g, keep, dim);
-    const int64_t stride = dim * sizeof(float), tiles = dim / 16;
-    const bool second = to > STEP;
-    for (int64_t n = 0; n + 1 < tiles; n += 2) {
-        float* out = g.piece().out + n * 16;
-        _tile_loadd(4, out, stride);
-        _tile_loadd(5, out + 16, stride);
-        _tile_loadd(6, w.weights[0], 64);
-        _tile_loadd(7, w.values[n], 64);
-        fetch.steps(4);
-        _tile_dpbf16ps(4, 6, 7);
-        fetch.steps(4);
-        _tile_loadd(7, w.values[n + 1], 64);
-        fetch.steps(4);
-        _tile_dpbf16ps(5, 6, 7);
-        fetch.steps(4);
-        if (second) {
-            _tile_loadd(6, w.weights[1], 64);
-            _tile_loadd(7, w.values[tiles + n], 64);
-            _tile_dpbf16ps(4, 6, 7);
-            _tile_loadd(7, w.values[tiles + n + 1], 64);
-            _tile_dpbf16ps(5, 6, 7);
-        }
-        _tile_stored(4, out, stride);
-        _tile_stored(5, out + 16, stride);
-    }
-}
-
-// The sums of one TDPBF16PS over up to 32 keys for C columns, bit for bit, from values as they lie in the cache: keys at
-// even places and at odd ones are summed up apart, each by fused steps from the first on, then together, then onto what
-// was there. Numbers below the normal ones are zero, as the caller's MXCSR must say. rows: [keys filled up to 2].
-template <int C>
-__attribute__((noinline)) void add_keys(const float (*even)[PAIRS], const float (*odd)[PAIRS], const bf16* values,
-                                        const int64_t* rows, int64_t keys, float* out, int64_t dim, Fetch& fetch) {
-    const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
-    const __m512i front = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
-    for (int64_t i = 0; i < dim; i += STEP) {
-        __m512 first[C][2] = {}, second[C][2] = {};  // of dims at even places, at odd ones
-        for (int64_t pair = 0; 2 * pair < keys; pair++) {
-            const __m512i x = _mm512_loadu_si512(values + rows[2 * pair] + i);
-            const __m512i y = _mm512_loadu_si512(values + rows[2 * pair + 1] + i);
-            const __m512 x0 = (__m512)_mm512_slli_epi32(x, 16), x1 = (__m512)_mm512_and_si512(x, upper);
-            const __m512 y0 = (__m512)_mm512_slli_epi32(y, 16), y1 = (__m512)_mm512_and_si512(y, upper);
-            fetch.steps(2);
-            for (int c = 0; c < C; c++) {
-                const __m512 p = _mm512_set1_ps(even[c][pair]), q = _mm512_set1_ps(odd[c][pair]);
-                first[c][0] = _mm512_fmadd_ps(p, x0, first[c][0]);
-                first[c][1] = _mm512_fmadd_ps(p, x1, first[c][1]);
-                second[c][0] = _mm512_fmadd_ps(q, y0, second[c][0]);
-                second[c][1] = _mm512_fmadd_ps(q, y1, second[c][1]);
-            }
-        }
-        for (int c = 0; c < C; c++) {
-            float* to = out + c * dim + i;
-            const __m512 low = _mm512_add_ps(first[c][0], second[c][0]), high = _mm512_add_ps(first[c][1], second[c][1]);
-            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_permutex2var_ps(low, front, high)));
-            to += W;
-            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_permutex2var_ps(low, back, high)));
-        }
-    }
-}
-
-// out = out * keep + P V for at most FEW columns, whose tiles would be empty for the most part.
-inline void add_values_few(const Work& w, Group& g, vfloat keep, const bf16* values, const int64_t* rows, int64_t to,
-                           Fetch& fetch, int64_t dim) {
-    static constexpr decltype(&add_keys<1>) ways[FEW] = {add_keys<1>, add_keys<2>, add_keys<3>, add_keys<4>};
-    rescale(g, keep, dim);
-    const uint32_t before = _mm_getcsr();
-    _mm_setcsr(before | 0x8040);  // denormals are zero, going in and coming out
-    for (int64_t step = 0; step * STEP < to; step++) {
-        alignas(64) float even[FEW][PAIRS], odd[FEW][PAIRS];
-        for (int64_t c = 0; c < g.columns; c++) {
-            const __m512i pairs = _mm512_load_si512(w.weights[step][c]);
-            _mm512_store_si512(even[c], _mm512_slli_epi32(pairs, 16));
-            _mm512_store_si512(odd[c], _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
-        }
-        const int64_t keys = to - step * STEP < STEP ? to - step * STEP : STEP;
-        ways[g.columns - 1](even, odd, values, rows + step * STEP, keys, g.piece().out, dim, fetch);
-    }
-    _mm_setcsr(before);
-}
-
 // The softmax of one tile, whose scores are in `w`. Returns what earlier sums are multiplied by.
-inline vfloat weigh_tile(Work& w, Group& g, const Keys& k, Fetch& fetch, const AttentionArgs& a) {
+inline vfloat weigh_tile(Work& w, Group& g, const Keys& k, Fetch& fetch) {
     const bool edge = k.tile < g.inner_begin || k.tile + TILE > g.inner_end;
     static constexpr decltype(&weigh<true, true>) ways[2][2][2] = {
         {{weigh<false, false>, weigh<false, true>}, {weigh<true, false>, weigh<true, true>}},
         {{weigh_few<false, false>, weigh_few<false, true>}, {weigh_few<true, false>, weigh_few<true, true>}}};
-    return ways[g.columns <= FEW][edge][k.scaled](w, g, k, fetch, a.scale);
+    return ways[g.columns <= FEW][edge][k.scaled](w, g, k, fetch);
 }
 
 // Adds the sums of the piece at hand to those before. Of each column, the first that it saw something of is taken as it
@@ -340,8 +279,8 @@ inline void add_piece(Group& g, int64_t dim) {
         g.seen = 1, g.at_hand = 1 - g.at_hand;
         return;
     }
-    vfloat top = max(whole.top, piece.top), from = subtrahend(top);
-    vfloat before = exp_to_88(whole.top - from), after = exp_to_88(piece.top - from);
+    const vfloat unit = splat(g.unit), top = max(whole.top, piece.top), from = subtrahend(top, unit);
+    const vfloat before = weight_of(whole.top, top, unit, from), after = weight_of(piece.top, top, unit, from);
     vint first = whole.top == splat(-INFINITY), none = piece.top == splat(-INFINITY);
     vfloat total = product(whole.total, before) + product(piece.total, after);
     whole.total = none ? whole.total : first ? piece.total : total;

@@ -3,7 +3,7 @@
 //
 // Rows of one sequence share what they read. A thread takes a run of such rows, some KV heads and all pieces of the
 // context, or one piece alone where there are too few runs for the threads; a piece's sums are the same either way.
-#include "attention_group.h"
+#include "attention_values.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -42,6 +42,7 @@ struct Plan {
     const bf16* q;
     bf16* out;
     int64_t heads, sets, per_group;  // query heads of a unit, units of a KV head, rows of a group
+    float unit;                      // of scores: see `weight`
     std::vector<Run> runs;
     std::vector<Item> items;
     std::vector<Sums> sums;
@@ -56,6 +57,7 @@ void begin_group(Group& g, const Plan& p, const Run& run, int64_t unit, int64_t 
     const int64_t first = index * p.per_group;
     begin_group(g, p.q, run.row + first, std::min(run.rows - first, p.per_group), kv_head, kv_head * shared + set,
                 std::min(shared - set, p.heads), p.a);
+    g.unit = p.unit;
 }
 
 inline vuint load_pairs(const bf16* p) { return (vuint)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
@@ -165,7 +167,6 @@ class Attend {
 
     Group* groups() { return s_.groups; }
     int64_t count() const { return count_; }
-    bool few() const { return few_; }
 
   private:
     void begin_groups() {
@@ -173,7 +174,6 @@ class Attend {
             for (int64_t i = 0; i < per_unit_; i++) {
                 Group& g = s_.groups[count_++];
                 begin_group(g, p_, run_, item_.first + u, i);
-                few_ &= g.columns <= FEW;
             }
     }
 
@@ -207,7 +207,7 @@ class Attend {
             score(s_.work, groups[i], keys, some, a_.dim);
             if constexpr (std::is_same_v<T, bf16>) {
                 if (groups[i].columns <= FEW) {
-                    const vfloat keep = weigh_tile(s_.work, groups[i], keys, some, a_);
+                    const vfloat keep = weigh_tile(s_.work, groups[i], keys, some);
                     add_values_few(s_.work, groups[i], keep, values_ + head, tile.at, to, some, a_.dim);
                     continue;
                 }
@@ -215,7 +215,7 @@ class Attend {
             // While the products are under way.
             if (!interleaved) interleave(s_.work.values, values_ + head, tile, to, a_.dim, fetch);
             interleaved = true;
-            const vfloat keep = weigh_tile(s_.work, groups[i], keys, some, a_);
+            const vfloat keep = weigh_tile(s_.work, groups[i], keys, some);
             add_values(s_.work, groups[i], keep, to, some, a_.dim);
         }
     }
@@ -226,6 +226,7 @@ class Attend {
         const Row row = row_of(g.row + r, a_);
         begin_group(one, p_.q, g.row + r, 1, g.kv_head, g.head, g.heads, a_);
         one.piece().clear(a_.dim);
+        one.unit = g.unit;
         Sums &mine = one.piece(), &all = g.piece();
         const int64_t first = r * g.heads;
         for (int64_t h = 0; h < g.heads; h++)
@@ -258,20 +259,14 @@ class Attend {
     Scratch& s_ = scratch();
     const int64_t per_unit_ = p_.groups(run_);
     int64_t count_ = 0;
-    bool few_ = true;
 };
 
 template <typename T>
 void run_item(Plan& p, const Item& item, const Item* next, const T* keys, const T* values) {
-    // The left sides and sums of P V: as many rows as there are columns.
-    static const TileConfig sixteen, few = [] {
-        TileConfig c;
-        c.rows[4] = c.rows[5] = c.rows[6] = FEW;
-        return c;
-    }();
+    static const TileConfig config;
     const Run& run = p.runs[item.run];
     Attend<T> attend(p, item, next, keys, values);
-    load_config(attend.few() ? few : sixteen);
+    load_config(config);
     if (item.piece >= 0) {
         int64_t from = item.piece * PIECE;
         attend.piece(from, from + PIECE < run.last ? from + PIECE : run.last, -1);
@@ -350,6 +345,8 @@ bool attention_on_tiles(const bf16* q, const T* keys, const T* values, bf16* out
     Plan& p = plan;
     const int64_t shared = a.q_heads / a.kv_heads;
     p.a = a, p.q = q, p.out = out;
+    // In int8 the scale is with those of the keys.
+    p.unit = (sizeof(T) == 1 ? 1.0f : a.scale) * 1.44269504088896341f;
     p.heads = std::min(shared, COLUMNS), p.sets = (shared + p.heads - 1) / p.heads, p.per_group = COLUMNS / p.heads;
     find_runs(p.runs, MAX_GROUPS * p.per_group, a);
     const int64_t units = a.kv_heads * p.sets, enough = 2 * a.threads;

@@ -147,7 +147,13 @@ inline vfloat fma(vfloat a, vfloat b, vfloat c) {
 }
 
 // b where either is NaN.
-inline vfloat max(vfloat a, vfloat b) { return select(less(b, a), a, b); }
+inline vfloat max(vfloat a, vfloat b) {
+#ifdef __AVX512F__
+    return (vfloat)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return select(less(b, a), a, b);
+#endif
+}
 
 inline float max(vfloat v) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
