@@ -30,7 +30,8 @@ class TokenBudget:
     Args:
         max_batched_tokens: rows of a step at most; all of them where nobody decodes.
         target_seconds: what a step with decodes and chunks may take. None keeps it within twice what steps without
-            chunks take, as measured, and beyond as far as more wait than decode; 0 sets no limit.
+            chunks take, as measured (those of all that decode or wait), and beyond as far as more wait than decode; 0
+            sets no limit.
     """
 
     __slots__ = (
@@ -72,7 +73,7 @@ class TokenBudget:
             return self._row
         return middle(self._alone) if self._alone else None
 
-    def rows(self, decode_rows: int, crowd: float = 1.0) -> int:
+    def rows(self, decode_rows: int, crowd: float = 0.0) -> int:
         """Rows of chunks that the next step may have, those of all its prompts together.
 
         Never under a small floor (or max_batched_tokens where that is less), so that a prompt always advances.
@@ -80,17 +81,19 @@ class TokenBudget:
         Args:
             decode_rows: rows of requests that decode, their drafts included.
             crowd: requests that have no token yet, for each that decodes. Without a target their time counts as much:
-                where many wait for few, the few are slowed down more.
+                where many wait for few, the few are slowed down more. And what a step may take is measured by those
+                with all of them: by the few alone, it would admit the slower the fewer there are.
         """
         if decode_rows <= 0 or self._target == 0:
             return self._most
+        everybody = decode_rows + round(crowd * decode_rows)
         crowd = max(1.0, crowd) if self._target is None else 1.0
         base = self._base(decode_rows)
         left = None  # seconds for chunks
         if self._target is not None:
             left = AIM * self._target - (base or 0.0)
         elif base is not None:
-            left = (AIM * (1.0 + crowd) - 1.0) * base
+            left = (AIM * (1.0 + crowd) * self._decodes.growth(decode_rows, everybody) - 1.0) * base
         if self._row is not None and left is not None:
             rows = min(left / self._row, crowd * GROWTH * max(self._largest, FLOOR))
         elif self._alone and left is not None:
@@ -181,6 +184,11 @@ class DecodeCost:
     def covers(self, decode_rows: int) -> bool:
         """It was measured, or something near it."""
         return decode_rows <= 2 * self._most
+
+    def growth(self, decode_rows: int, more: int) -> float:
+        """How many times as long a step with `more` decodes takes, as far as that is known; never less than 1."""
+        one, other = self.seconds(decode_rows), self.seconds(more)
+        return max(1.0, other / one) if one and other else 1.0
 
     def seconds(self, decode_rows: int) -> float | None:
         """Measured, or between the nearest that were; the nearest alone beyond them. None before any step."""

@@ -353,3 +353,16 @@ def test_rows_of_drafts_are_no_fault_of_the_chunks() -> None:
         budget.observe(48, rows, seconds)
         shares.append(seconds / machine.exact(48))
     assert 1.6 < statistics.median(shares[20:]) <= max(shares[20:]) < 2.0
+
+
+def test_a_step_may_take_what_one_with_all_that_wait_takes():
+    machine = Machine(noise=0.0, stalls=0.0, per_row_and_position=0.0)
+    budget = TokenBudget(MOST, None)
+    decode(budget, machine, 8, decoding=12)
+    decode(budget, machine, 8, decoding=8)
+    prompt(budget, machine, 400, decoding=8)
+    few, everybody = machine.exact(8), machine.exact(12)
+    # Beside eight that decode, four that wait: twice the time of twelve, less what decodes take.
+    expected = (0.9 * 2 * everybody - few) / (0.9 * 2 * few - few)
+    assert budget.rows(8, crowd=0.5) / budget.rows(8) == pytest.approx(expected, rel=0.05)
+    assert expected > 1.2
