@@ -24,7 +24,7 @@ import zmq
 from specserve.core.config import EngineConfig
 from specserve.core.errors import SpecserveError
 from specserve.core.messages import Command, Event
-from specserve.engine import codec
+from specserve.engine import codec, heap
 from specserve.engine.engine import Engine
 from specserve.engine.faults import describe
 from specserve.engine.loop import run_loop
@@ -161,7 +161,10 @@ def run(lifeline: int) -> int:
         channel.receive(HEARD_SECONDS)
         channel.close()
         return 1
+    heap.freeze()
     serving.set()
+    # Beside the first requests: they would wait for it longer than they are slowed down by it.
+    threading.Thread(target=heap.collapse, name="heap", daemon=True).start()
     channel.send(codec.pack(codec.READY, {**engine_info(engine), "pid": os.getpid()}))
     server = Server(engine, channel)
     status = 0
