@@ -6,6 +6,7 @@ which then stays open: its end tells that the parent wants the process to end, o
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
@@ -149,6 +150,7 @@ def run(lifeline: int) -> int:
     def progress(*values: Any) -> None:
         channel.send(codec.pack(codec.PROGRESS, values))
 
+    gc.disable()  # of what is imported and loaded nothing is garbage
     try:
         config = EngineConfig.from_dict(hello["config"])
         engine = load_builder(hello["builder"])(config, progress)
@@ -162,6 +164,7 @@ def run(lifeline: int) -> int:
         channel.close()
         return 1
     heap.freeze()
+    gc.enable()
     serving.set()
     # Beside the first requests: they would wait for it longer than they are slowed down by it.
     threading.Thread(target=heap.collapse, name="heap", daemon=True).start()
