@@ -53,7 +53,7 @@ class Timed:
     def _forward_best(self, batch: Any, cache: Any, vocab_size: int) -> Any:
         def run() -> Any:
             if self._stub:
-                return self._fixed(batch)[:, 0].long() * 0 + 7
+                return [7] * batch.logit_rows.numel()
             return self._model.forward_best(batch, cache, vocab_size)
 
         return self._run(run)
@@ -83,12 +83,15 @@ class Load:
     def __init__(self, stub: bool) -> None:
         from specserve.cluster.build import build_engine
         from specserve.core.config import EngineConfig
+        from specserve.engine import heap
 
         options = {"model": "demo", "kv_memory": "512MiB", "speculation": None}
         self.engine = build_engine(EngineConfig.from_dict(options))
         runner = self.engine._executor._target  # type: ignore[attr-defined]  # the seam where forwards can be timed
         self.model = runner.model = Timed(runner.model, stub)
         self._numbers = itertools.count()
+        heap.freeze()  # as an engine process does
+        heap.collapse()
 
     def measure(self, options: dict[str, Any], width: int, steps: int) -> list[float]:
         """Seconds between the forwards of so many steps with `width` decoding requests."""

@@ -174,17 +174,20 @@ class Forward:
             shape.head_dim**-0.5,
         )
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch_at = 0
+        self._fits = (0, 0, 0)  # the last that were asked for
         self._room = (0, 0, 0)  # rows, logits and threads that the scratch is for
 
     def run(self, step: Step) -> None:
         """Run one step; `scratch` is filled in. The interpreter lock is free meanwhile."""
         self._reserve(step)
-        step.scratch = self._scratch.data_ptr()
+        step.scratch = self._scratch_at
         self._lib.ss_forward(byref(self._model), byref(step))
 
     def _reserve(self, step: Step) -> None:
         wanted = (step.rows, step.logit_count, step.threads)
-        if all(a <= b for a, b in zip(wanted, self._room, strict=True)):
+        if wanted == self._fits or all(a <= b for a, b in zip(wanted, self._room, strict=True)):
+            self._fits = wanted
             return
         # In powers of two, so that growing ends soon.
         rows, logits, threads = (max(a, b) for a, b in zip(wanted, self._room, strict=True))
@@ -192,6 +195,7 @@ class Forward:
         self._room = (rows, logits, threads)
         size = self._lib.ss_forward_scratch(byref(self._model), rows, logits, threads)
         self._scratch = huge(size)
+        self._scratch_at = self._scratch.data_ptr()
 
 
 def _linear(w: PackedWeights) -> Linear:

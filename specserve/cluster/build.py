@@ -227,8 +227,8 @@ class PreparedCompiler:
 
     def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
         self._made: Future[GrammarCompiler] = Future()
-        # No daemon: the interpreter must not end in the middle of an import.
-        threading.Thread(target=self._run, args=(make,), name="grammar-library").start()
+        # No daemon, as its maker may be (the engine's thread): the interpreter must not end in the middle of an import.
+        threading.Thread(target=self._run, args=(make,), name="grammar-library", daemon=False).start()
 
     def _run(self, make: Callable[[], GrammarCompiler]) -> None:
         try:

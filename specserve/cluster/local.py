@@ -9,6 +9,7 @@ import torch
 
 from specserve.core.plan import BlockCopy, SampledTokens, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from specserve.core.protocols import Bitmask, DraftRows
+from specserve.core.tree import EMPTY_TREE
 from specserve.spec.verify import NO_TOKEN, Verified, verify
 from specserve.worker.beams import continuations
 from specserve.worker.logprobs import token_logprobs
@@ -16,6 +17,7 @@ from specserve.worker.runner import ModelRunner
 from specserve.worker.sampler import RowGroup, Sampled, sample
 from specserve.worker.states import StateTable
 
+_NO_LOGITS = torch.empty(0, 0)  # made once: a step without logits touches nothing of torch
 NO_LEGAL_TOKEN = "the request's options leave no token to choose: its restrictions exclude each other"
 
 
@@ -39,7 +41,7 @@ class LocalExecutor:
         self._draft = draft
         self._vocab_size = vocab_size
         self._states = StateTable(vocab_size, eos_ids)
-        self._logits = torch.empty(0, 0)
+        self._logits = _NO_LOGITS
         self._best: list[int] | None = None  # the tokens, where no logits were asked for
         self._timings: dict[str, float] = {}
 
@@ -50,7 +52,7 @@ class LocalExecutor:
             NotImplementedError: a draft is a tree with branches.
         """
         for scheduled in plan.requests:
-            if scheduled.draft.tokens and not scheduled.draft.is_chain:
+            if scheduled.draft is not EMPTY_TREE and scheduled.draft.tokens and not scheduled.draft.is_chain:
                 raise NotImplementedError("drafts with branches need tree attention; this executor runs chains only")
         begin = time.perf_counter()
         self._states.update(plan.added, plan.removed)
@@ -60,7 +62,7 @@ class LocalExecutor:
         self._best = None
         if plan.requests:
             wanted = [r.num_logits for r in plan.requests]
-            if all(map(self._plain, plan.requests)):
+            if self._states.all_plain([r.request_id for r in plan.requests]) or all(map(self._plain, plan.requests)):
                 self._best = self._target.best(plan.requests, wanted, self._vocab_size)
             else:
                 self._logits = self._target.forward(plan.requests, wanted)
@@ -81,7 +83,7 @@ class LocalExecutor:
             raise ValueError("a mask came for a request that is not guided: its token is chosen already")
         outputs = self._emit_best(plan, self._best) if self._best is not None else self._sample(plan, masks)
         self._best = None
-        self._logits = torch.empty(0, 0)
+        self._logits = _NO_LOGITS
         return StepResult(plan.step, tuple(outputs), {**self._timings, "sample": time.perf_counter() - begin})
 
     def _emit_best(self, plan: StepPlan, tokens: Sequence[int]) -> list[SampledTokens]:
@@ -148,7 +150,7 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Drop what the steps left behind; the models go with their last reference."""
-        self._logits = torch.empty(0, 0)
+        self._logits = _NO_LOGITS
         for runner in self._runners:
             runner.close()
 

@@ -6,6 +6,7 @@ which then stays open: its end tells that the parent wants the process to end, o
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
@@ -24,7 +25,7 @@ import zmq
 from specserve.core.config import EngineConfig
 from specserve.core.errors import SpecserveError
 from specserve.core.messages import Command, Event
-from specserve.engine import codec
+from specserve.engine import codec, heap
 from specserve.engine.engine import Engine
 from specserve.engine.faults import describe
 from specserve.engine.loop import run_loop
@@ -149,6 +150,7 @@ def run(lifeline: int) -> int:
     def progress(*values: Any) -> None:
         channel.send(codec.pack(codec.PROGRESS, values))
 
+    gc.disable()  # of what is imported and loaded nothing is garbage
     try:
         config = EngineConfig.from_dict(hello["config"])
         engine = load_builder(hello["builder"])(config, progress)
@@ -161,7 +163,11 @@ def run(lifeline: int) -> int:
         channel.receive(HEARD_SECONDS)
         channel.close()
         return 1
+    heap.freeze()
+    gc.enable()
     serving.set()
+    # Beside the first requests: they would wait for it longer than they are slowed down by it.
+    threading.Thread(target=heap.collapse, name="heap", daemon=True).start()
     channel.send(codec.pack(codec.READY, {**engine_info(engine), "pid": os.getpid()}))
     server = Server(engine, channel)
     status = 0

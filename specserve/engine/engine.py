@@ -218,9 +218,11 @@ class Engine:
         if plan is None:
             return
         try:
-            self._masks.begin(plan, self._live)
+            guided = self._live.num_guided > 0
+            if guided:
+                self._masks.begin(plan, self._live)
             self._executor.forward(plan)
-            masks, failed = self._masks.finish(plan, self._live)
+            masks, failed = self._masks.finish(plan, self._live) if guided else ({}, {})
             result = self._executor.sample(plan, masks)
             if [o.request_id for o in result.outputs] != [r.request_id for r in plan.requests]:
                 raise SpecserveError("the executor's outputs are not those of its plan")

@@ -27,12 +27,14 @@ class Registry(Mapping[str, LiveRequest]):
 
     Attributes:
         events: not fetched yet.
+        num_guided: requests with a grammar.
     """
 
     def __init__(
         self, metrics: Metrics, token_bytes: TokenBytes, numerics: str, drop: Callable[[LiveRequest], None]
     ) -> None:
         self.events: list[Event] = []
+        self.num_guided = 0
         self._metrics = metrics
         self._token_bytes = token_bytes
         self._numerics = numerics
@@ -59,7 +61,9 @@ class Registry(Mapping[str, LiveRequest]):
         return events
 
     def add(self, lives: Iterable[LiveRequest], group: Group | None = None) -> None:
-        self._live.update((live.request_id, live) for live in lives)
+        for live in lives:
+            self._live[live.request_id] = live
+            self.num_guided += live.request.params.guided is not None
         if group is not None:
             self._groups[group.request_id] = group
 
@@ -156,7 +160,8 @@ class Registry(Mapping[str, LiveRequest]):
 
     def remove(self, live: LiveRequest) -> None:
         """Forget a request without an event."""
-        self._live.pop(live.request_id, None)
+        if self._live.pop(live.request_id, None) is not None:
+            self.num_guided -= live.request.params.guided is not None
         self._drop(live)
 
     def _emit(self, live: LiveRequest, release: Release) -> None:

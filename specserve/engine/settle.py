@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -58,7 +57,7 @@ def settle(
             outputs.append(_cut(output, 0))
     if settled.searches:
         _resolve(settled, plan, outputs, lives)
-    settled.result = dataclasses.replace(result, outputs=tuple(outputs))
+    settled.result = StepResult(result.step, tuple(outputs), result.timings)
     return settled
 
 
@@ -101,7 +100,7 @@ def _settle_one(
     ):
         return output
     cut = _cut(output, verdict.num_tokens)
-    return dataclasses.replace(cut, num_drafted=len(draft), num_accepted=accepted)
+    return cut._replace(num_drafted=len(draft), num_accepted=accepted)
 
 
 def _resolve(settled: Settled, plan: StepPlan, outputs: list[SampledTokens], lives: Mapping[str, LiveRequest]) -> None:
@@ -117,7 +116,7 @@ def _resolve(settled: Settled, plan: StepPlan, outputs: list[SampledTokens], liv
         if live is None or live.beam is None or not scheduled.num_logits:
             continue
         tokens = held.get(scheduled.request_id, ())
-        outputs[i] = dataclasses.replace(outputs[i], token_ids=tokens, num_accepted=len(tokens))
+        outputs[i] = outputs[i]._replace(token_ids=tokens, num_accepted=len(tokens))
         live.count_draft(scheduled.draft, len(tokens))
         if scheduled.draft:
             settled.drafts.append((scheduled.draft, len(tokens)))
@@ -139,8 +138,7 @@ def _verified(draft: TokenTree, output: SampledTokens, verdict: Verdict) -> tupl
 
 def _cut(output: SampledTokens, count: int) -> SampledTokens:
     """The first `count` tokens of an output."""
-    return dataclasses.replace(
-        output,
+    return output._replace(
         token_ids=output.token_ids[:count],
         logprobs=output.logprobs[:count],
         num_accepted=min(output.num_accepted, count),

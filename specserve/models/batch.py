@@ -22,6 +22,8 @@ class ForwardBatch:
         block_tables: int32 [num_seqs, max_blocks], padded with 0.
         logit_rows: int64 [m], rows whose logits are returned, in this order.
         segments: (first row, number of rows, line of block_tables, position of the first row) of each sequence.
+        kept: these very tensors come again, written in place, with the next batches of the same shape: a model may keep
+            pointers to them as long as it keeps the batch.
     """
 
     token_ids: torch.Tensor
@@ -31,6 +33,7 @@ class ForwardBatch:
     block_tables: torch.Tensor
     logit_rows: torch.Tensor
     segments: list[tuple[int, int, int, int]] = field(default_factory=list)
+    kept: bool = False
 
     @property
     def num_rows(self) -> int:

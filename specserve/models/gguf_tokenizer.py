@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 import transformers
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from specserve.core.errors import ModelLoadError
 from specserve.models.gguf_file import GGUFFile
@@ -79,6 +79,9 @@ def _convert(file: GGUFFile, folder: Path) -> None:
 def _converted(file: GGUFFile) -> Any:
     if "tokenizer.ggml.tokens" not in file.metadata:
         raise ModelLoadError(f"tokenizer: {file.path.name} has no tokenizer in it", param="model")
+    # Imported here: the Auto classes take a quarter of a second, as long as a packed model to load.
+    from transformers import AutoTokenizer
+
     try:
         hf = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
     except Exception as error:  # transformers raises nearly anything for kinds it does not know

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
 
 from specserve.core.errors import ModelLoadError
 from specserve.kernels.cpu.packing import Kind
@@ -31,6 +30,9 @@ def folder_config(folder: Path) -> Any:
     Raises:
         ModelLoadError: config.json is missing, damaged, or of a kind that this transformers does not know.
     """
+    # Imported here: the Auto classes take a quarter of a second, as long as a packed model to load.
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises nearly anything for a damaged configuration

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -127,9 +128,10 @@ def model_context(name: str) -> int:
 def _load_gguf(source: ModelSource, options: Options) -> LoadedModel:
     file = GGUFFile(source.path)
     config = gguf_model_config(file)
-    tokenizer = gguf_tokenizer(file, source.name)
     read = partial(gguf_weights, file, options.dtype, options.progress)
-    return _family(source.name, config, GGUFTensors(file), read, tokenizer, options)
+    with ThreadPoolExecutor(1, "tokenizer") as pool:  # beside the weights, which are read outside the interpreter lock
+        tokenizer = pool.submit(gguf_tokenizer, file, source.name)
+        return _family(source.name, config, GGUFTensors(file), read, tokenizer.result, options)
 
 
 def _load_folder(source: ModelSource, options: Options) -> LoadedModel:
@@ -147,7 +149,7 @@ def _load_folder(source: ModelSource, options: Options) -> LoadedModel:
         return _loaded(model, tokenizer, str(options.dtype).removeprefix("torch."))
     config = ModelConfig.from_hf(hf_config)
     read = partial(folder_weights, source.path, options.dtype, options.progress)
-    return _family(source.name, config, FolderTensors(source.path), read, tokenizer, options)
+    return _family(source.name, config, FolderTensors(source.path), read, lambda: tokenizer, options)
 
 
 def _family(
@@ -155,7 +157,7 @@ def _family(
     config: ModelConfig,
     tensors: Tensors,
     read: Callable[[], dict[str, torch.Tensor]],
-    tokenizer: Tokenizer,
+    tokenizer: Callable[[], Tokenizer],
     options: Options,
 ) -> LoadedModel:
     """On the native forward where it takes the model; else in torch, on weights that `read` gives in options.dtype."""
@@ -167,13 +169,13 @@ def _family(
     if reason is None:
         packed = packed_model(config, tensors, options.dtype, options.quantization, options.progress)
     if packed is not None:
-        return _loaded(NativeLlama(packed, numerics=options.numerics, name=name), tokenizer, packed.kinds)
+        return _loaded(NativeLlama(packed, numerics=options.numerics, name=name), tokenizer(), packed.kinds)
     if options.dtype == torch.bfloat16:
         why = reason or "it does not take the shape of one of its matrices"
         _log.warning("%s: not on the native forward (%s); torch runs it, slower, with weights in bfloat16", name, why)
     weights = fit_weights(read(), shapes, optional=(_HEAD,))
     model = LlamaFamily(config, weights, options.numerics, name=name)
-    return _loaded(model, tokenizer, model.info.weights)
+    return _loaded(model, tokenizer(), model.info.weights)
 
 
 def torch_serves(config: ModelConfig, dtype: torch.dtype) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof, c_int64
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,16 @@ class PartialResult:
     kept: torch.Tensor
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A batch that comes again, and its step, good as long as cache and rotary table are these."""
+
+    batch: ForwardBatch
+    cache: PagedKVCache
+    cos: torch.Tensor
+    step: Step
+
+
 class NativeLlama:
     """Rows in, logits out; a row's bits depend on its own sequence alone, whatever `numerics` says.
 
@@ -67,6 +78,8 @@ class NativeLlama:
         self.config = config
         self.numerics = numerics
         self.info: ModelInfo = config.info(torch.bfloat16, name)
+        self._best = (c_int64 * 0)()  # room for forward_best's ids
+        self._kept: _Kept | None = None
         self._rotary = RotaryTable(config.inv_freq, config.rope_scale)
         embedding = packed.embedding
         self._forward = Forward(_shape(config), packed.layers, embedding.kind, embedding.rows, packed.norm, packed.head)
@@ -85,8 +98,8 @@ class NativeLlama:
             self._forward.run(step)
         return logits
 
-    def forward_best(self, batch: ForwardBatch, cache: PagedKVCache, vocab_size: int | None = None) -> torch.Tensor:
-        """The same where only the greatest logit counts: its id, int64 [m], the lowest among equals.
+    def forward_best(self, batch: ForwardBatch, cache: PagedKVCache, vocab_size: int | None = None) -> list[int]:
+        """The same where only the greatest logit counts: its id for each, the lowest among equals.
 
         Args:
             vocab_size: ids from there on are padding; None: all are meant.
@@ -94,13 +107,15 @@ class NativeLlama:
         Returns:
             -1 where the greatest logit is not finite.
         """
-        best = torch.empty(batch.logit_rows.numel(), dtype=torch.int64)
-        if batch.num_rows:
-            step = self._step(batch, cache)
-            step.best = best.data_ptr()
+        step = self._step(batch, cache)
+        count = step.logit_count
+        if len(self._best) < count:
+            self._best = (c_int64 * count)()
+        if step.rows:
+            step.best = addressof(self._best)
             step.choices = self.info.vocab_size if vocab_size is None else vocab_size
             self._forward.run(step)
-        return best
+        return self._best[:count]
 
     def forward_partial(self, batch: ForwardBatch, cache: PagedKVCache, partial: Partial) -> PartialResult:
         """A part of the layers, from and to hidden states; see Partial. The rows are never empty.
@@ -115,7 +130,8 @@ class NativeLlama:
         result = PartialResult(
             torch.empty(0, 0), torch.empty(batch.num_rows, size), torch.empty(len(partial.keep_layers), len(rows), size)
         )
-        step = self._step(batch, cache)
+        self._rotary.ensure(max(start + count for _, count, _, start in batch.segments))
+        step = self._new_step(batch, cache)  # it sets fields that another forward would not reset
         layers = torch.tensor(list(partial.keep_layers), dtype=torch.int64)
         step.first_layer, step.last_layer = partial.first_layer, last
         step.hidden_in, step.hidden_out = pointer(partial.hidden), result.hidden.data_ptr()
@@ -138,8 +154,25 @@ class NativeLlama:
         return result
 
     def _step(self, batch: ForwardBatch, cache: PagedKVCache) -> Step:
+        """The step without what is asked of it.
+
+        After a forward nothing of torch is in the caches: with a batch its step is kept too, and then a step of decodes
+        touches no tensor.
+        """
+        kept = self._kept
+        if kept is not None and kept.batch is batch and kept.cache is cache and kept.cos is self._rotary.cos:
+            kept.step.logits = kept.step.best = None
+            return kept.step
+        positions = max((start + count for _, count, _, start in batch.segments), default=0)
+        if batch.kept:  # whatever its tables have room for
+            positions = max(positions, batch.block_tables.shape[1] * cache.block_size)
+        self._rotary.ensure(positions)
+        step = self._new_step(batch, cache)
+        self._kept = _Kept(batch, cache, self._rotary.cos, step) if batch.kept else None
+        return step
+
+    def _new_step(self, batch: ForwardBatch, cache: PagedKVCache) -> Step:
         assert cache.dtype == torch.bfloat16
-        self._rotary.ensure(max(start + count for _, count, _, start in batch.segments))
         key = cache.storage
         return Step(
             rows=batch.num_rows,

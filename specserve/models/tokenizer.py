@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from transformers import AutoTokenizer
 
 from specserve.core.errors import InvalidRequestError, ModelLoadError
 from specserve.models.chat import check_text
@@ -144,6 +143,9 @@ def folder_tokenizer(folder: Path, name: str) -> Tokenizer:
     Raises:
         ModelLoadError: there is none, or it cannot be read.
     """
+    # Imported here: the Auto classes take a quarter of a second, as long as a packed model to load.
+    from transformers import AutoTokenizer
+
     try:
         hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise nearly anything for damaged files

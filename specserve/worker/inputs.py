@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -43,11 +44,13 @@ class BatchBuilder:
         """
         size = self._block_size
         tables = []
-        for i in items:
-            blocks = (i.start + len(i.token_ids) + size - 1) // size
-            ids = i.block_ids
+        decoding = True
+        for i, wanted in zip(items, num_logits, strict=True):
+            count, ids = len(i.token_ids), i.block_ids
+            decoding = decoding and count == wanted == 1
+            blocks = (i.start + count + size - 1) // size
             tables.append(ids if len(ids) == blocks else ids[:blocks])
-        if not len(items) == sum(num_logits) == sum([len(i.token_ids) for i in items]) or 0 in num_logits:
+        if not decoding:
             return _mixed(items, num_logits, tables, size)
         width = max(map(len, tables), default=0)
         if not self._decodes.fits(len(items), width):
@@ -60,10 +63,12 @@ class _Decodes:
 
     def __init__(self, count: int, width: int) -> None:
         self._count, self._width = count, -(-width // SPARE) * SPARE
-        self._numbers = np.zeros((3, count), dtype=np.int64)
+        numbers = np.zeros((3, count), dtype=np.int64)
+        # Written without numpy, whose code is not in the caches after a forward.
+        self._numbers, self._pack = numbers.data, struct.Struct(f"={3 * count}q").pack_into
         self._tables = np.zeros((count, self._width), dtype=np.int32)
         self._lines: list[list[int]] = [[] for _ in range(count)]
-        tokens, positions, slots = map(torch.from_numpy, self._numbers)
+        tokens, positions, slots = map(torch.from_numpy, numbers)
         self._batch = ForwardBatch(
             token_ids=tokens,
             positions=positions,
@@ -71,6 +76,7 @@ class _Decodes:
             row_sequence=torch.arange(count, dtype=torch.int32),
             block_tables=torch.from_numpy(self._tables),
             logit_rows=torch.arange(count),
+            kept=True,
         )
 
     def fits(self, count: int, width: int) -> bool:
@@ -80,7 +86,7 @@ class _Decodes:
         """A line of the block tables is written only as it changes."""
         starts = [i.start for i in items]
         slots = [table[-1] * block_size + start % block_size for table, start in zip(tables, starts, strict=True)]
-        self._numbers[:] = ([i.token_ids[0] for i in items], starts, slots)
+        self._pack(self._numbers, 0, *[i.token_ids[0] for i in items], *starts, *slots)
         for i, (line, table) in enumerate(zip(self._lines, tables, strict=True)):
             if line != table:
                 self._lines[i] = list(table)

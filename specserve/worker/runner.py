@@ -23,8 +23,8 @@ MEASURED_BYTES = 4 * 2**20  # moved at a time to measure what a swap costs
 class Model(Protocol):
     """What every model of specserve.models is.
 
-    One may also have forward_best(batch, cache, vocab_size) -> int64 [len(batch.logit_rows)]: the ids of the largest
-    logits below vocab_size, the lowest of equal ones, NO_TOKEN (-1) where that logit is not finite.
+    One may also have forward_best(batch, cache, vocab_size) -> list[int], one of each of batch.logit_rows: the ids of
+    the largest logits below vocab_size, the lowest of equal ones, NO_TOKEN (-1) where that logit is not finite.
     """
 
     @property
@@ -89,7 +89,7 @@ class ModelRunner:
         batch = self._builder.build(items, num_logits)
         forward_best = getattr(self.model, "forward_best", None)
         if forward_best is not None:
-            found: list[int] = forward_best(batch, self.cache, vocab_size).tolist()
+            found: list[int] = forward_best(batch, self.cache, vocab_size)
             return found
         with torch.inference_mode():
             return best(self.model.forward(batch, self.cache)[:, :vocab_size])

@@ -45,6 +45,11 @@ class SamplingState:
         p = self.params
         return not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
 
+    @property
+    def always_plain(self) -> bool:
+        """Plain at every position."""
+        return self.plain and self.params.min_tokens == 0
+
     def edits(self, position: int) -> bool:
         """Whether any option changes the logits of the token at `position` (grammar and temperature aside)."""
         return (
@@ -77,6 +82,7 @@ class StateTable:
         self.vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._states: dict[str, SamplingState] = {}
+        self._choosy = 0  # states that are not `always_plain`
 
     def __len__(self) -> int:
         return len(self._states)
@@ -87,9 +93,21 @@ class StateTable:
     def update(self, added: Iterable[NewRequest], removed: Iterable[str]) -> None:
         """Drop states, then create or replace."""
         for request_id in removed:
-            self._states.pop(request_id, None)
+            self._replace(request_id, None)
         for new in added:
-            self._states[new.request_id] = self._create(new)
+            self._replace(new.request_id, self._create(new))
+
+    def all_plain(self, request_ids: Iterable[str]) -> bool:
+        """All are known, and no known request asks for more than the ids of its largest logits. Looks at no state."""
+        return self._choosy == 0 and all(map(self._states.__contains__, request_ids))
+
+    def _replace(self, request_id: str, state: SamplingState | None) -> None:
+        old = self._states.pop(request_id, None)
+        if old is not None:
+            self._choosy -= not old.always_plain
+        if state is not None:
+            self._states[request_id] = state
+            self._choosy += not state.always_plain
 
     def _create(self, new: NewRequest) -> SamplingState:
         p = new.params

@@ -222,3 +222,17 @@ def test_a_compiler_that_cannot_be_made_fails_grammars_alone(caplog):
         with pytest.raises(ImportError, match="no such library"):
             compiler.compile({"choice": ["a"]})
     assert len(caplog.records) == 1
+
+
+def test_the_interpreter_waits_for_the_compiler_that_a_daemon_makes():
+    """Threads are daemons where their maker is: the engine's is, and an end in the middle of an import can crash."""
+    seen = []
+    made = threading.Event()
+
+    def make():
+        seen.append(threading.current_thread().daemon)
+        made.set()
+
+    threading.Thread(target=PreparedCompiler, args=(make,), daemon=True).start()
+    assert made.wait(60)
+    assert seen == [False]

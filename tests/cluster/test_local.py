@@ -51,7 +51,7 @@ def test_a_tree_with_branches_is_refused():
     ex, _ = executor()
     tree = dataclasses.replace(TokenTree.chain((1, 2), "suffix"), first_child=(-1, -1), next_sibling=(1, -1))
     tree.check()
-    scheduled = dataclasses.replace(ask("a", [4, 1, 2]), draft=tree, num_logits=3)
+    scheduled = ask("a", [4, 1, 2])._replace(draft=tree, num_logits=3)
     with pytest.raises(NotImplementedError, match="branches"):
         ex.forward(StepPlan(1, (scheduled,), (new("a", [4]),)))
 

@@ -157,7 +157,7 @@ def test_an_error_of_one_choice_fails_the_request_once():
     def one_fails(plan, masks):
         result = sample(plan, masks)
         outputs = [
-            dataclasses.replace(o, token_ids=(), logprobs=(), error="nothing is legal") if "#2" in o.request_id else o
+            o._replace(token_ids=(), logprobs=(), error="nothing is legal") if "#2" in o.request_id else o
             for o in result.outputs
         ]
         return dataclasses.replace(result, outputs=tuple(outputs))

@@ -294,3 +294,20 @@ def test_ctrl_c_ends_both_and_only_the_parent_tells_it(private_temp):
         assert gone(pid)
         assert owner.stderr.read() == ""
     assert list(private_temp.glob("specserve-*")) == []
+
+
+def test_what_is_loaded_is_not_collected():
+    async def test():
+        client = AsyncEngineClient(process())
+        await client.start()
+        try:
+            await collect(client.submit(command("a", max_tokens=5)))
+            await until(lambda: "frozen" in client.stats().counters)
+            counters = client.stats().counters
+        finally:
+            await client.close()
+        assert counters['collects{when="loading"}'] == 0
+        assert counters['collects{when="now"}'] == 1
+        assert counters["frozen"] > 10_000
+
+    run(test())

@@ -238,6 +238,6 @@ class Drive:
                 assert all(matcher.accept(t) for t in tokens)
             if at is not None or len(answer.token_ids) == request.params.max_tokens:
                 ended.append(output.request_id)
-            outputs.append(replace(output, token_ids=tokens))
+            outputs.append(output._replace(token_ids=tokens))
         self.result = replace(result, outputs=tuple(outputs))
         return ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -226,7 +227,12 @@ def build(config: EngineConfig, progress: Callable[..., None]) -> Engine:
     rig = make_rig(max_model_len=100_000, blocks=4096)
     deadly = VOCABULARY.id("STOP")
 
+    collected_while_loading = gc.isenabled()
+
     def before_forward(plan: StepPlan) -> None:
+        for name, value in (("loading", collected_while_loading), ("now", gc.isenabled())):
+            rig.engine.metrics.set("collects", float(value), when=name)
+        rig.engine.metrics.set("frozen", gc.get_freeze_count())
         time.sleep(0.002)  # a step takes a while, so that streams are alive when a test acts
         for new in plan.added:
             if new.token_ids[0] == deadly:

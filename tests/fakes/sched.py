@@ -146,10 +146,10 @@ class Bench:
             request = self.scheduler.get(output.request_id)
             if output.candidates:
                 tokens = tuple(held.get(output.request_id, ()))
-                output = replace(output, token_ids=tokens, num_accepted=len(tokens))
+                output = output._replace(token_ids=tokens, num_accepted=len(tokens))
             elif request is not None and request.params.max_tokens is not None:
                 left = request.params.max_tokens - request.num_output_tokens
-                output = replace(output, token_ids=output.token_ids[:left])
+                output = output._replace(token_ids=output.token_ids[:left])
             outputs.append(output)
         advanced = self.scheduler.commit(plan, replace(result, outputs=tuple(outputs)))
         self.scheduler.check()

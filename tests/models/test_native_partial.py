@@ -120,11 +120,11 @@ def test_no_rows() -> None:
     none, cache = torch.empty(0, dtype=torch.int64), make_cache(llama.info, 1, 16)
     batch = ForwardBatch(none, none, none, none.int(), torch.empty(0, 0, dtype=torch.int32), none)
     assert llama.forward(batch, cache).shape == (0, llama.info.vocab_size)
-    assert llama.forward_best(batch, cache).shape == (0,)
+    assert llama.forward_best(batch, cache) == []
 
 
 def best(llama: NativeLlama, rows: list[int] | None = None, vocab: int | None = None) -> list[int]:
-    return llama.forward_best(batch_of(llama, rows), make_cache(llama.info, BLOCKS, 16), vocab).tolist()
+    return llama.forward_best(batch_of(llama, rows), make_cache(llama.info, BLOCKS, 16), vocab)
 
 
 @pytest.mark.parametrize(("shape", "kind"), MODELS)

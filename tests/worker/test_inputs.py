@@ -78,3 +78,23 @@ def test_kept_tables_follow_their_sequences():
         used = [i.block_ids[: -(-(i.start + len(i.token_ids)) // 4)] for i in items]
         assert batch.block_tables.tolist() == [[*ids, *[0] * (width - len(ids))] for ids in used]
         assert width < max(map(len, used)) + 32
+
+
+def test_decodes_come_in_the_same_tensors_and_say_so():
+    """Until another number of them comes, or a table outgrows its room: a model may keep pointers."""
+    builder = BatchBuilder(4)
+
+    def decode(token, start, blocks, count=1):
+        items = [ScheduledRequest("a", 0, (token,), start, blocks, 1)] * count
+        return builder.build(items, [1] * count)
+
+    batch = decode(5, 3, [9])
+    place = batch.token_ids.data_ptr()
+    assert batch.kept
+    again = decode(6, 4, [9, 7])
+    assert again is batch
+    assert (again.token_ids.data_ptr(), again.token_ids.tolist(), again.slots.tolist()) == (place, [6], [28])
+    assert decode(6, 4, [9, 7], count=2) is not batch
+    assert decode(1, 0, [3]) is not decode(1, 64, list(range(17)))
+    chunk = [ScheduledRequest("a", 0, (5, 6), 3, [9, 8], 1)]
+    assert not builder.build(chunk, [1]).kept

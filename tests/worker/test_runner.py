@@ -131,7 +131,7 @@ class BestModel(TinyModel):
 
     def forward_best(self, batch, cache, vocab_size):
         self.asked.append(vocab_size)
-        return self.forward(batch, cache)[:, :vocab_size].argmax(-1)
+        return self.forward(batch, cache)[:, :vocab_size].argmax(-1).tolist()
 
 
 class TestBest:
