@@ -1,4 +1,7 @@
-"""specserve's engine in process, speculation off, the default numerics, a prefix cache as it is by default."""
+"""specserve's engine in process, speculation off, the default numerics, a prefix cache as it is by default.
+
+Steps are filled with prompts, as its peers do it (target_itl_ms 0): by default it leaves time to those that decode.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from specserve.cluster.build import build_engine
 from specserve.core.config import EngineConfig
 from specserve.core.messages import TERMINAL, DeltaEvent, FailedEvent, GenerateCommand
 from specserve.core.sampling import SamplingParams
+from specserve.engine import heap
 
 
 class Specserve:
@@ -22,9 +26,12 @@ class Specserve:
     """
 
     def __init__(self, model: str, threads: int, **options: Any) -> None:
-        values = {"model": model, "threads": threads, "speculation": "off", "kv_memory": "2GiB", **options}
+        values = {"model": model, "threads": threads, "speculation": "off", "kv_memory": "2GiB", "target_itl_ms": 0.0}
+        values |= options
         self._config = EngineConfig.from_dict(values)
         self._engine = build_engine(self._config)
+        heap.freeze()  # as its own process does
+        heap.collapse()
         self._count = 0
         self._numbers: dict[str, int] = {}
 
@@ -36,6 +43,7 @@ class Specserve:
             "numerics": config.numerics,
             "threads": config.threads,
             "max_batched_tokens": config.max_batched_tokens,
+            "target_itl_ms": config.target_itl_ms,
             "prefix_cache": config.prefix_cache,
         }
 
