@@ -129,7 +129,8 @@ class EngineConfig:
             "auto", whichever the measured costs say is faster.
         swap_memory: bytes of host memory for swapped KV, of target and draft together; 0 never swaps.
         target_itl_ms: inter-token latency that prompt chunks must leave to those that decode, in milliseconds; None
-            keeps a step with chunks within twice what a step without them takes, 0 fills max_batched_tokens always.
+            keeps a step with chunks within twice what a step without them takes, by all that decode or wait; 0 fills
+            max_batched_tokens always.
     """
 
     model: str = "demo"

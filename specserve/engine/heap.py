@@ -27,7 +27,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+) *(.*)")
 
 def freeze() -> None:
     """Whatever is there now is no matter for the collector any more: a full collection would walk through all of it,
-    in the middle of a step. Takes a tenth of a second.
+    in the middle of a step.
     """
     gc.collect()
     gc.freeze()
@@ -36,7 +36,7 @@ def freeze() -> None:
 def collapse() -> int:
     """Move the heap in use to huge pages: of the whole process, hence for processes of our own alone.
 
-    Takes about half a second, for which the interpreter lock is free and the rest of the process goes on, slower. Does
+    Takes a while, for which the interpreter lock is free and the rest of the process goes on, slower. Does
     nothing where the platform does not know of it.
 
     Returns:
