@@ -12,7 +12,7 @@ void silu_mul_rows(const T* gate_up, T* out, int64_t rows, int64_t width, int th
         T* to = out + r * width;
         for (int64_t i = 0; i < width; i += W) {
             vfloat g = load_some(gate + i, width - i), u = load_some(up + i, width - i);
-            store_some(to + i, g / (1.0f + exp(-g)) * u, width - i);
+            store_some(to + i, g * sigmoid(g) * u, width - i);
         }
     });
 }

@@ -65,17 +65,6 @@ struct Keys {
     bool scaled;
 };
 
-// 2^x to about 2 units in the last place (the minimax polynomial over [0, 1]); 0 where x is far below 0.
-inline vfloat exp2(vfloat x) {
-    const __m512 f = _mm512_reduce_ps((__m512)x, 1);  // what is beyond the next lower whole number
-    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.8775767e-3f), f, _mm512_set1_ps(8.9893397e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5826318e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4015371e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9315308e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    return (vfloat)_mm512_scalef_ps(p, (__m512)x);
-}
-
 // e^(score - best) of scaled scores: `unit` is the scale, in powers of two, and `from` the best one in units.
 inline vfloat weight(vfloat score, vfloat unit, vfloat from) { return exp2(fma(score, unit, -from)); }
 
@@ -104,7 +93,7 @@ inline void begin_group(Group& g, const bf16* q, int64_t row, int64_t rows, int6
     g.at_hand = g.seen = 0;
     g.begin = vint{}, g.end = vint{} + INT32_MAX;  // of columns that are none
     g.inner_begin = 0, g.inner_end = INT64_MAX, g.last = 0;
-    std::memset(g.q, 0, sizeof(Pairs) * (a.dim / STEP));
+    const bf16* from[COLUMNS] = {};
     for (int64_t r = 0; r < rows; r++) {
         Row one = row_of(row + r, a);
         g.last = one.end > g.last ? one.end : g.last;
@@ -113,10 +102,15 @@ inline void begin_group(Group& g, const bf16* q, int64_t row, int64_t rows, int6
         for (int64_t h = 0; h < heads; h++) {
             int64_t column = r * heads + h;
             g.begin[column] = (int32_t)one.begin, g.end[column] = (int32_t)one.end;
-            const bf16* source = q + (row + r) * a.q_stride + (head + h) * a.dim;
-            for (int64_t pair = 0; pair < a.dim / 2; pair++)
-                std::memcpy(&g.q[pair / PAIRS][pair % PAIRS][column], source + 2 * pair, sizeof(uint32_t));
+            from[column] = q + (row + r) * a.q_stride + (head + h) * a.dim;
         }
+    }
+    for (int64_t step = 0; step < a.dim / STEP; step++) {
+        vuint pairs[COLUMNS] = {};
+        for (int64_t column = 0; column < g.columns; column++)
+            std::memcpy(&pairs[column], from[column] + step * STEP, sizeof(vuint));
+        transpose(pairs);
+        std::memcpy(g.q[step], pairs, sizeof pairs);
     }
 }
 
@@ -164,6 +158,13 @@ inline vfloat sum_of(const vfloat* v) {
 // What scores are taken from; a column that has seen nothing yet has no best one.
 inline vfloat subtrahend(vfloat best, vfloat unit) { return best == splat(-INFINITY) ? vfloat{} : best * unit; }
 
+// What weights are relative to: the best score so far, or one before it that is less than 2^8 times as probable, as then
+// nothing that was summed up needs another scale.
+inline vfloat reference(vfloat before, vfloat best, vfloat unit) {
+    const vint near = (best - before) * unit <= splat(8.0f);
+    return near ? before : best;
+}
+
 // 16 columns of two keys in bfloat16, as pairs.
 inline vuint pairs_of(vfloat x, vfloat y) {
     typedef short shorts __attribute__((vector_size(64)));
@@ -186,22 +187,26 @@ vfloat weigh(Work& w, Group& g, const Keys& k, Fetch& fetch) {
     auto share = [&](vfloat x, int64_t j) { return SCALED ? product(x, w.shares[j]) : x; };
     const vfloat unit = splat(g.unit);
     Sums& s = g.piece();
-    vfloat top[4] = {s.top, s.top, s.top, s.top}, total[16] = {};
+    vfloat top[4] = {s.top, s.top, s.top, s.top}, total[16];
     for (int64_t j = 0; j < TILE; j += 4)
         for (int64_t i = 0; i < 4; i++) top[i] = max(top[i], score(j + i));
-    vfloat best = max(max(top[0], top[1]), max(top[2], top[3])), from = subtrahend(best, unit);
-    vfloat keep = weight_of(s.top, best, unit, from);
-    for (int64_t step = 0; step < TILE / STEP; step++) {
-        vuint pairs[PAIRS];
-        for (int64_t i = 0; i < PAIRS; i++) {
-            int64_t j = step * STEP + 2 * i;
-            vfloat x = weight(score(j), unit, from), y = weight(score(j + 1), unit, from);
-            total[j % 16] += x, total[(j + 1) % 16] += y;
-            pairs[i] = pairs_of(share(x, j), share(y, j + 1));
+    const vfloat best = reference(s.top, max(max(top[0], top[1]), max(top[2], top[3])), unit), from = subtrahend(best, unit);
+    const vfloat keep = weight_of(s.top, best, unit, from);
+    vuint pairs[TILE / STEP][PAIRS];
+    for (int64_t i = 0; i < 16; i += 2) {
+        vfloat x = {}, y = {};
+#pragma GCC unroll 4
+        for (int64_t j = i; j < TILE; j += 16) {
+            const vfloat a = weight(score(j), unit, from), b = weight(score(j + 1), unit, from);
+            x += a, y += b;
+            pairs[j / STEP][j % STEP / 2] = pairs_of(share(a, j), share(b, j + 1));
             fetch.steps(2);
         }
-        transpose(pairs);
-        for (int64_t column = 0; column < COLUMNS; column++) store(w.weights[step][column], pairs[column]);
+        total[i] = x, total[i + 1] = y;
+    }
+    for (int64_t step = 0; step < TILE / STEP; step++) {
+        transpose(pairs[step]);
+        for (int64_t column = 0; column < COLUMNS; column++) store(w.weights[step][column], pairs[step][column]);
     }
     s.total = s.total * keep + sum_of(total);
     s.top = best;
@@ -245,6 +250,7 @@ vfloat weigh_few(Work& w, Group& g, const Keys& k, Fetch& fetch) {
         float top = max(max(max(x[0][c], x[1][c]), max(x[2][c], x[3][c])));
         best[c] = top > best[c] ? top : best[c];
     }
+    best = reference(s.top, best, unit);
     vfloat from = subtrahend(best, unit), keep = weight_of(s.top, best, unit, from);
     for (int c = 0; c < FEW; c++) {
         vfloat sums = {};

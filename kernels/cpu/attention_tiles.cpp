@@ -17,8 +17,8 @@ namespace specserve {
 
 namespace {
 
-constexpr int64_t MAX_GROUPS = 4;   // groups of one KV head that share one reading of K and V
-constexpr int64_t MAX_STATES = 12;  // groups that one item computes together
+constexpr int64_t MAX_GROUPS = 6;   // groups of one KV head that share one reading of K and V
+constexpr int64_t MAX_STATES = 18;  // groups that one item computes together
 
 // Rows of one sequence that read the same keys: at positions that follow each other, or of one draft tree.
 struct Run {

@@ -7,8 +7,10 @@
 namespace specserve {
 
 inline void rescale(Group& g, vfloat keep, int64_t dim) {
+    const uint32_t changed = _mm512_cmp_ps_mask((__m512)keep, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ);
+    if (!changed) return;
     for (int64_t column = 0; column < g.columns; column++) {
-        if (keep[column] == 1.0f) continue;
+        if (!(changed >> column & 1)) continue;
         for (int64_t i = 0; i < dim; i += W) {
             float* p = g.piece().out + column * dim + i;
             store(p, load(p) * keep[column]);

@@ -75,4 +75,22 @@ inline vint dot4(vint sum, vbytes weights, int32_t four) {
 
 #endif
 
+template <int64_t KIND>
+struct Block {
+    static constexpr int64_t numbers = KIND == Q4_1 ? 2 * SCALE_BYTES : SCALE_BYTES;  // bytes ahead of the weights
+    static constexpr int64_t bytes = numbers + (KIND == Q8 ? Q8_BYTES : Q4_BYTES);
+};
+
+// The lines of weights of both halves for four inputs.
+template <int64_t KIND>
+inline void weights_of(const uint8_t* p, int64_t group, vbytes& left, vbytes& right) {
+    if (KIND == Q8) {
+        left = weights_q8(load_bytes(p + group * 64)), right = weights_q8(load_bytes(p + Q8_BYTES / 2 + group * 64));
+        return;
+    }
+    vbytes both = load_bytes(p + group * 64);
+    left = weights_q4<KIND>(both & 15);
+    right = weights_q4<KIND>((vbytes)((vuint)both >> 4) & 15);
+}
+
 }  // namespace specserve

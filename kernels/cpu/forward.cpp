@@ -25,12 +25,37 @@ struct Run {
     const int64_t* positions;
     const int32_t* row_sequence;
     int threads;
+    const int64_t* slots = s.slots;
     bool narrowed = false;
 
+    // Of some of its rows.
+    Run part(int64_t first, int64_t count) const {
+        const int64_t q = m.q_heads * m.dim;
+        Run of = *this;
+        of.b.residual += first * m.hidden, of.b.q += first * q, of.b.attended += first * q;
+        of.positions += first, of.row_sequence += first, of.slots += first, of.rows = count;
+        return of;
+    }
+    // body(part) for all rows, some after the others: as many as the caches hold what is made of them.
+    template <typename Body>
+    void parts(const Body& body) const {
+        const int64_t most = part_rows(threads);
+        for (int64_t r = 0; r < rows; r += most) body(part(r, std::min(most, rows - r)));
+    }
+    bf16* keys(int64_t layer) const { return s.key_cache + layer * s.layer_stride; }
+    bf16* values(int64_t layer) const { return s.value_cache + layer * s.layer_stride; }
     // body(row) for all rows of `width` elements.
     template <typename Body>
     void each(int64_t width, const Body& body) const {
-        parallel_for(rows, rows * width <= ALONE ? rows : ALONE / 4 / width + 1, threads, body);
+        if (rows * width <= ALONE || threads <= 1) {
+            for (int64_t r = 0; r < rows; r++) body(r);
+            return;
+        }
+        ShardedClaims claims(rows, ALONE / 4 / width + 1, threads);
+        run_slots(threads, [&](int slot) {
+            for (int64_t r, end; claims.next(slot, r, end);)
+                for (; r < end; r++) body(r);
+        });
     }
 };
 
@@ -74,8 +99,8 @@ void gate_sums(const void* context, int, const float* sums, int64_t row, int64_t
     const int64_t at = column / 2;
     for (int64_t r = 0; r < rows; r++) {
         vfloat gate = with_bias(sums + r * PANEL, o.w, column), up = with_bias(sums + r * PANEL + W, o.w, column + W);
-        vfloat y = gate / (1.0f + exp(-gate)) * up;
-        if (down.takes_bf16())
+        vfloat y = gate * sigmoid(gate) * up;
+        if (down.takes() == Takes::BFLOAT16)
             store(const_cast<bf16*>(run.b.inner.operand(down).at(row + r, at / 32)) + at % 32, y);
         else
             store(run.b.gated + (row + r) * down.k + at, y);
@@ -140,35 +165,37 @@ void narrow(Run& run) {
     run.rows = count, run.positions = b.positions, run.row_sequence = b.row_sequence, run.narrowed = true;
 }
 
-void attend(Run& run, int64_t index, bool last) {
+// Queries, keys and values of a layer; the latter two into its caches.
+void project(const Run& run, int64_t index) {
     const Model& m = run.m;
     const Layer& layer = m.layers[index];
     norm(run, layer.qkv, layer.input_norm);
     product(run, layer.qkv, run.b.inputs.operand(layer.qkv), store_sums, run.b.qkv, layer.qkv.n);
-    bf16 *key = run.s.key_cache + index * run.s.layer_stride, *value = run.s.value_cache + index * run.s.layer_stride;
-    RopeArgs rope{m.q_heads,     {m.kv_heads, run.s.block_size, m.dim}, layer.qkv.n, m.q_heads * m.dim, run.positions,
-                  run.s.slots, run.s.cos, run.s.sin, (float)m.eps};
+    RopeArgs rope{m.q_heads, {m.kv_heads, run.s.block_size, m.dim}, layer.qkv.n, m.q_heads * m.dim, run.positions, run.slots,
+                  run.s.cos, run.s.sin, (float)m.eps};
     run.each(layer.qkv.n, [&](int64_t r) {
-        rope_store_rows(run.b.qkv, run.b.q, layer.q_norm, layer.k_norm, key, value, rope, r, r + 1);
+        rope_store_rows(run.b.qkv, run.b.q, layer.q_norm, layer.k_norm, run.keys(index), run.values(index), rope, r, r + 1);
     });
-    if (last) narrow(run);
-    if (run.rows == 0) return;
-    attention_bf16(run.b.q, key, value, run.b.attended, attention_args(run, layer));
+}
+
+void attend(const Run& run, int64_t index) {
+    const Layer& layer = run.m.layers[index];
+    attention_bf16(run.b.q, run.keys(index), run.values(index), run.b.attended, attention_args(run, layer));
     Operand x = Operand::of(run.b.attended, layer.output.k);
-    if (!layer.output.takes_bf16()) {
+    if (layer.output.takes() != Takes::BFLOAT16) {
         run.each(layer.output.k, [&](int64_t r) {
             make_row(run.b.inputs, layer.output, r,
                      [&](int64_t i) { return load(run.b.attended + r * layer.output.k + i); });
         });
         x = run.b.inputs.operand(layer.output);
     }
-    product(run, layer.output, x, add_sums, run.b.residual, m.hidden);
+    product(run, layer.output, x, add_sums, run.b.residual, run.m.hidden);
 }
 
 void mlp(const Run& run, const Layer& layer) {
     norm(run, layer.gate_up, layer.mlp_norm);
     product(run, layer.gate_up, run.b.inputs.operand(layer.gate_up), gate_sums, nullptr, 0, &layer.down);
-    if (!layer.down.takes_bf16())
+    if (layer.down.takes() != Takes::BFLOAT16)
         run.each(layer.down.k, [&](int64_t r) {
             make_row(run.b.inner, layer.down, r, [&](int64_t i) { return load(run.b.gated + r * layer.down.k + i); });
         });
@@ -256,9 +283,13 @@ void ss_forward(const Model* m, const Step* s) {
     for (int64_t i = s->first_layer; i < s->last_layer; i++) {
         bool kept = false;
         for (int64_t j = 0; j < s->num_kept; j++) kept |= s->kept_layers[j] == i;
-        attend(run, i, whole && !kept && i + 1 == s->last_layer);
-        if (run.rows == 0) return;
-        mlp(run, m->layers[i]);
+        const bool last = whole && !kept && i + 1 == s->last_layer;
+        auto rest = [&](const Run& part) { attend(part, i), mlp(part, m->layers[i]); };
+        run.parts([&](const Run& part) {
+            project(part, i);
+            if (!last) rest(part);  // keys of later rows are of no use to it
+        });
+        if (last) narrow(run), run.parts(rest);
         if (kept) keep(run, i);
     }
     if (s->hidden_out) std::memcpy(s->hidden_out, run.b.residual, s->rows * m->hidden * sizeof(float));

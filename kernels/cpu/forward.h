@@ -26,6 +26,8 @@ struct Model {
     double eps, scale;  // of the norms; of the scores
 };
 
+// Rows of a sequence are in the order of their positions, and no sequence reads keys that another one computes in the
+// same step: the many rows of a step go through a layer in parts.
 struct Step {
     int64_t rows, logit_count;
     const int64_t *token_ids, *positions, *slots;  // [rows]

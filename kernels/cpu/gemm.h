@@ -7,12 +7,12 @@
 
 namespace specserve {
 
-// Rows of inputs as a kind of weights takes them: bfloat16, or quantised in blocks of 32 (input = scale * q).
+// Rows of inputs as a kind of weights takes them: bfloat16, or whole numbers q with input = scale * q.
 struct Operand {
     const bf16* x = nullptr;         // row r, inputs from k on: see `at`
     int64_t row_bytes = 0, step_bytes = 0, tile_bytes = 0;
-    const int8_t* q = nullptr;       // [rows, k]
-    const float* scale = nullptr;    // [rows, k / 32]
+    const int8_t* q = nullptr;       // blocks: [rows, k]; limbs: see operand.h
+    const float* scale = nullptr;    // blocks: [rows, k / 32]; limbs: [rows]
     const float* sum = nullptr;      // [rows, k / 32]: scale * sum of q
     const int32_t* total = nullptr;  // [rows, k / 32]: sum of q
 
@@ -25,7 +25,8 @@ struct Operand {
         return (const bf16*)((const char*)x + row / 16 * tile_bytes + row % 16 * row_bytes + step * step_bytes);
     }
 };
-constexpr int64_t ROWS = 32;  // most rows that a sink gets at once
+constexpr int64_t ROWS = 32;        // most rows that a sink gets at once
+constexpr int64_t MOST_ROWS = 512;  // and a panel
 
 // Takes sums [rows][32] of the outputs column..column + 31 (those from n on are meaningless) of some rows.
 typedef void (*Sink)(const void* context, int slot, const float* sums, int64_t row, int64_t rows, int64_t column);
@@ -38,10 +39,11 @@ struct Product {
     const void* context;
     const int64_t* panels;  // those that are computed, one after the other in the result; null for all
     int64_t num_panels;
-    const uint32_t* turned = nullptr;  // x for the right side of a tile product: [k / 32][2][16 pairs][16 rows]
 
     int64_t count() const { return panels ? num_panels : w.panels(); }
-    const uint8_t* weights(int64_t panel) const { return w.panel(panels ? panels[panel] : panel); }
+    const uint8_t* weights(int64_t panel) const { return w.panel(chosen(panel)); }
+    const float* units(int64_t panel) const { return w.units(chosen(panel)); }
+    int64_t chosen(int64_t panel) const { return panels ? panels[panel] : panel; }
     // Hand a piece of sums on.
     void give(int slot, const float* sums, int64_t row, int64_t count, int64_t panel) const {
         sink(context, slot, sums, row, count, panel * PANEL);
@@ -53,9 +55,10 @@ void gemm(const Product& p, int threads);
 
 // Sums of rows [first, first + rows) for one panel. `first` is a multiple of 32.
 void panel_on_tiles(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot);
-// x of up to 32 rows turned, where that is how the product takes it; else null. Kept until the thread's next one.
-const uint32_t* turn(const Product& p);
 void panel_bf16(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot);
+// The whole product, where it has few rows of limbs; else nothing and false.
+bool few_limbs(const Product& p, int threads);
+void panel_limbs(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot);
 void panel_dots(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot);
 
 }  // namespace specserve

@@ -8,29 +8,11 @@
 
 namespace specserve {
 
-#if !defined(__AVX2__) || defined(__AVX512F__)  // else gemm_avx2.cpp
+#if !defined(__AMX_BF16__) && (!defined(__AVX2__) || defined(__AVX512F__))  // else gemm_limbs.cpp, gemm_avx2.cpp
 
 namespace {
 
 constexpr int64_t AHEAD = 2048;  // bytes of weights fetched ahead
-
-template <int64_t KIND>
-struct Block {
-    static constexpr int64_t numbers = KIND == Q4_1 ? 2 * SCALE_BYTES : SCALE_BYTES;  // bytes ahead of the weights
-    static constexpr int64_t bytes = numbers + (KIND == Q8 ? Q8_BYTES : Q4_BYTES);
-};
-
-// The lines of weights of both halves for four inputs.
-template <int64_t KIND>
-inline void weights_of(const uint8_t* p, int64_t group, vbytes& left, vbytes& right) {
-    if (KIND == Q8) {
-        left = weights_q8(load_bytes(p + group * 64)), right = weights_q8(load_bytes(p + Q8_BYTES / 2 + group * 64));
-        return;
-    }
-    vbytes both = load_bytes(p + group * 64);
-    left = weights_q4<KIND>(both & 15);
-    right = weights_q4<KIND>((vbytes)((vuint)both >> 4) & 15);
-}
 
 template <int64_t KIND, int R>
 void rows_of(const Product& p, int64_t panel, int64_t row, int slot) {

@@ -21,7 +21,7 @@ class MadeRows {
         const int64_t whole = (rows + 15) / 16 * 16, blocks = rows * w.blocks();
         int64_t bytes = 0;
         auto part = [&](int64_t size) { return bytes += (size + 63) / 64 * 64, bytes - (size + 63) / 64 * 64; };
-        const int64_t at_x = part(whole * w.k * (int64_t)sizeof(bf16)), at_q = part(rows * w.k);
+        const int64_t at_x = part(whole * w.k * (int64_t)sizeof(bf16)), at_q = part(Limbs::bytes(rows, w.k));
         const int64_t at_scale = part(blocks * 4), at_sum = part(blocks * 4), at_total = part(blocks * 4);
         uint8_t* base = (uint8_t*)::operator new[]((size_t)bytes, std::align_val_t(64));
         memory_.reset(base);

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +57,6 @@ SIGNATURES = {
     "ss_pack": _PACK_ROWS,
     "ss_quantise_rows": _PACK_ROWS,
     "ss_unpack": _PACK_ROWS,
-    "ss_layout": (),
     "ss_forward": (_P, _P),
     "ss_forward_scratch": (_P, _I, _I, _I),
     "ss_log_softmax": (_P, _P, _I, _I, _N),
@@ -77,7 +76,6 @@ SIGNATURES = {
 RESULTS = {
     "ss_forward_scratch": _I,
     "ss_packed_bytes": _I,
-    "ss_layout": c_char_p,
     "ss_bench_gemm": c_double,
     "ss_bench_attention": c_double,
     "ss_peak_read": c_double,

@@ -36,8 +36,7 @@ void pack_bf16(const uint8_t* row, uint8_t* panel, int64_t column, const Linear&
 
 // Where the weight of one output and one input of a block goes.
 int64_t place_q8(int64_t column, int64_t i) {
-    int64_t half = column / HALF * Q8_BYTES / 2, c = column % HALF;
-    return TILES ? half + (i / 2 * HALF + c) * 2 + i % 2 : half + (i / 4 * HALF + c) * 4 + i % 4;
+    return column / HALF * (Q8_BYTES / 2) + (i / 4 * HALF + column % HALF) * 4 + i % 4;
 }
 
 void pack_q8(const uint8_t* row, uint8_t* panel, int64_t column, const Linear& w) {
@@ -51,9 +50,8 @@ void pack_q8(const uint8_t* row, uint8_t* panel, int64_t column, const Linear& w
 
 // The same for nibbles: the byte, and whether it is the high one.
 int64_t place_q4(int64_t column, int64_t i, bool& high) {
-    if (!TILES) return high = column / HALF, (i / 4 * HALF + column % HALF) * 4 + i % 4;
-    high = column % 2;
-    return column / 4 * 64 + i * 2 + column % 4 / 2;
+    high = column / HALF;
+    return (i / 4 * HALF + column % HALF) * 4 + i % 4;
 }
 
 void pack_q4(const uint8_t* row, uint8_t* panel, int64_t column, const Linear& w) {
@@ -71,12 +69,31 @@ void pack_q4(const uint8_t* row, uint8_t* panel, int64_t column, const Linear& w
     }
 }
 
+// The greatest power of two of which no weight of one output has 2^15 or more, also where its scales are rounded to whole
+// units; NaN where a number of its blocks is not finite.
+float unit_of(const uint8_t* panel, int64_t column, const Linear& w) {
+    float most = 0.0f;
+    for (int64_t b = 0; b < w.blocks(); b++) {
+        uint16_t scale, least = 0;
+        std::memcpy(&scale, panel + b * w.block_bytes() + column * 2, 2);
+        if (w.kind == Q4_1) std::memcpy(&least, panel + b * w.block_bytes() + SCALE_BYTES + column * 2, 2);
+        const float step = float_of(scale), low = float_of(least);
+        if (!std::isfinite(step) || !std::isfinite(low)) return NAN;
+        most = std::fmax(most, w.kind == Q8 ? std::fabs(step * 128.0f) : std::fabs(w.kind == Q4_0 ? step * 8.0f : low));
+        if (w.kind == Q4_1) most = std::fmax(most, std::fabs(low + 15.0f * step));
+    }
+    return most > 0.0f ? std::ldexp(1.0f, std::ilogb(most * 1.004f) - 14) : 1.0f;  // 64 units: half of one, 128 times
+}
+
 void pack_panel(const uint8_t* rows, uint8_t* packed, int64_t p, const Linear& w) {
     uint8_t* panel = packed + p * w.panel_bytes();
     std::memset(panel, 0, w.panel_bytes());
+    float* units = (float*)panel;
+    panel += w.unit_bytes();
     auto pack = w.kind == F32 ? pack_f32 : w.kind == BF16 ? pack_bf16 : w.kind == Q8 ? pack_q8 : pack_q4;
     for (int64_t c = 0; c < PANEL && p * PANEL + c < w.n; c++)
         pack(rows + (p * PANEL + c) * row_bytes(w), panel, c, w);
+    for (int64_t c = 0; w.kind >= Q8 && c < PANEL && p * PANEL + c < w.n; c++) units[c] = unit_of(panel, c, w);
 }
 
 // Scale of the greatest magnitude to 127, as in GGUF's Q8_0.
@@ -154,12 +171,11 @@ void unpack_row(const uint8_t* panel, float* out, int64_t column, const Linear& 
 using namespace specserve;
 
 extern "C" {
-// How this library lays out quantised weights.
-const char* ss_layout() { return TILES ? "amx" : "dots"; }
 // Bytes of a packed layer; 0 where the kernels do not take the shape.
 int64_t ss_packed_bytes(int64_t kind, int64_t n, int64_t k, int64_t block) {
     Linear w{kind, n, k, nullptr, nullptr};
     if (kind < F32 || kind > Q4_1 || n <= 0 || k <= 0 || k % BLOCK || (kind >= Q8 && block != BLOCK)) return 0;
+    if (w.takes() == Takes::LIMBS && k > MOST_LIMBS) return 0;
     return w.panels() * w.panel_bytes();
 }
 // rows: n rows of the kind as files hold them -> packed.
@@ -180,9 +196,9 @@ void ss_quantise_rows(int64_t kind, int64_t n, int64_t k, int64_t, const float* 
 }
 // packed -> float32 [n, k], for those who compare.
 void ss_unpack(int64_t kind, int64_t n, int64_t k, int64_t, const uint8_t* packed, float* out, int threads) {
-    Linear w{kind, n, k, nullptr, nullptr};
+    Linear w{kind, n, k, packed, nullptr};
     parallel_for(n, 4, threads, [&](int64_t r) {
-        unpack_row(packed + r / PANEL * w.panel_bytes(), out + r * k, r % PANEL, w);
+        unpack_row(w.panel(r / PANEL), out + r * k, r % PANEL, w);
     });
 }
 }

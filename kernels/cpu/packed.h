@@ -5,15 +5,13 @@
 //
 //   F32   [panel][k][32]
 //   BF16  [panel][k / 32][2 halves][16 pairs of k][16 outputs][2]
-//   Q8    [panel][k / 32]{ float16 scale[32]; int8 weights[1024] }                   w = scale * q
-//   Q4_0  [panel][k / 32]{ float16 scale[32]; nibbles[512] }                         w = scale * (q - 8)
-//   Q4_1  [panel][k / 32]{ float16 scale[32], least[32]; nibbles[512] }              w = scale * q + least
+//   Q8    [panel]{ float unit[32]; [k / 32]{ float16 scale[32]; int8 weights[1024] } }               w = scale * q
+//   Q4_0  [panel]{ float unit[32]; [k / 32]{ float16 scale[32]; nibbles[512] } }                     w = scale * (q - 8)
+//   Q4_1  [panel]{ float unit[32]; [k / 32]{ float16 scale[32], least[32]; nibbles[512] } }          w = scale * q + least
 //
-// The weights of a block lie as the library's instructions take them ("layout"):
-//
-//   amx    Q8 [2 halves][16 pairs of k][16 outputs][2]. Q4 [8][32 of k][4 outputs]: nibble j of word i of line l is k i of
-//          output 4 * l + j.
-//   dots   Q8 [2 halves][8][16 outputs][4 of k]. Q4 [8][16 outputs][4 of k], low nibbles the first half, high the second.
+// The weights of a block lie as the instructions for sums of four products take them: Q8 [2 halves][8][16 outputs][4 of k],
+// Q4 [8][16 outputs][4 of k], low nibbles the first half, high the second. The unit of an output is a power of two: its
+// weights are less than 2^15 units (gemm_limbs.cpp).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -30,7 +28,12 @@ constexpr bool TILES = false;
 
 constexpr int64_t PANEL = 32, HALF = 16;
 constexpr int64_t BLOCK = 32;  // inputs that share a scale
-constexpr int64_t Q8_BYTES = 1024, Q4_BYTES = 512, SCALE_BYTES = 64;
+constexpr int64_t Q8_BYTES = 1024, Q4_BYTES = 512, SCALE_BYTES = 64, UNIT_BYTES = 128;
+constexpr int64_t MOST_LIMBS = 32768;  // inputs at most where sums of bytes are kept in 32 bits
+
+// What a kind of weights multiplies: bfloat16; 8 bits with a scale every 32 inputs; 16 bits in two bytes ("limbs") with a
+// scale for each row.
+enum class Takes { BFLOAT16, BLOCKS, LIMBS };
 
 // One linear layer y = x W^T + b. `n` outputs, `k` inputs (a multiple of 32).
 struct Linear {
@@ -50,10 +53,12 @@ struct Linear {
         }
     }
     int64_t blocks() const { return k / BLOCK; }
-    int64_t panel_bytes() const { return blocks() * block_bytes(); }
-    const uint8_t* panel(int64_t p) const { return packed + p * panel_bytes(); }
-    // Whether inputs are bfloat16; otherwise they are quantised in blocks of 32.
-    bool takes_bf16() const { return TILES || kind == BF16; }
+    int64_t unit_bytes() const { return kind >= Q8 ? UNIT_BYTES : 0; }
+    int64_t panel_bytes() const { return unit_bytes() + blocks() * block_bytes(); }
+    // The blocks of a panel; its units.
+    const uint8_t* panel(int64_t p) const { return packed + p * panel_bytes() + unit_bytes(); }
+    const float* units(int64_t p) const { return (const float*)(packed + p * panel_bytes()); }
+    Takes takes() const { return kind <= BF16 ? Takes::BFLOAT16 : TILES ? Takes::LIMBS : Takes::BLOCKS; }
 };
 
 }  // namespace specserve

@@ -67,11 +67,6 @@ class PackedWeights:
         return out
 
 
-def layout() -> str:
-    """How the library in use lays out quantised weights; one that lays them out otherwise cannot read them."""
-    return str(_library().ss_layout().decode())
-
-
 def row_bytes(kind: Kind, k: int) -> int:
     """Bytes of one row of k inputs as files hold it."""
     if kind in DTYPES:

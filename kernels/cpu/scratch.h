@@ -7,17 +7,21 @@
 
 namespace specserve {
 
+
 struct Best {
     float value;
     int64_t id;
 };
 
+// Rows that go through a layer at once, 256 a thread: what is made of them stays in the threads' second caches.
+inline int64_t part_rows(int64_t threads) { return 256 * threads; }
+
 struct Scratch {
     float *residual, *narrow;  // [rows, hidden], [logits, hidden]
-    Inputs inputs, inner;      // of the products from the residual and of attention; of `down`
-    float* qkv;                // [rows, (q_heads + 2 kv_heads) dim]
+    Inputs inputs, inner;      // of the products from the residual and of attention; of `down`; of a part's rows
+    float* qkv;                // [rows of a part, (q_heads + 2 kv_heads) dim]
     bf16 *q, *attended;        // [rows, q_heads dim]
-    float* gated;              // [rows, inner], where `down` takes quantised inputs
+    float* gated;              // [rows of a part, inner], where `down` does not take bfloat16
     int64_t* positions;        // [logits]
     int32_t* row_sequence;     // [logits]
     Best* best;                // [threads, logits]
@@ -25,12 +29,12 @@ struct Scratch {
 
     // With base null only `bytes` means something.
     Scratch(const Model& m, int64_t rows, int64_t logits, int64_t threads, uint8_t* base) : base_(base) {
-        const int64_t q_width = m.q_heads * m.dim, most = std::max(rows, logits);
+        const int64_t q_width = m.q_heads * m.dim, most = std::max(rows, logits), some = std::min(most, part_rows(threads));
         part(residual, most * m.hidden), part(narrow, most * m.hidden);
-        part(inputs, most, std::max(m.hidden, q_width)), part(inner, most, m.inner);
-        part(qkv, rows * (q_width + 2 * m.kv_heads * m.dim));
+        part(inputs, std::max(some, logits), std::max(m.hidden, q_width)), part(inner, some, m.inner);
+        part(qkv, some * (q_width + 2 * m.kv_heads * m.dim));
         part(q, most * q_width), part(attended, most * q_width);
-        part(gated, TILES ? 0 : most * m.inner);
+        part(gated, some * m.inner);
         part(positions, logits), part(row_sequence, logits), part(best, threads * logits);
     }
 
@@ -44,8 +48,9 @@ struct Scratch {
     void part(Inputs& to, int64_t rows, int64_t k) {
         const int64_t blocks = rows * k / BLOCK;
         part(to.x, (rows + 15) / 16 * 16 * k);
-        part(to.q, TILES ? 0 : rows * k);
-        part(to.scale, TILES ? 0 : blocks), part(to.sum, TILES ? 0 : blocks), part(to.total, TILES ? 0 : blocks);
+        part(to.q, TILES ? Limbs::bytes(rows, k) : rows * k);
+        part(to.scale, TILES ? rows : blocks);
+        part(to.sum, TILES ? 0 : blocks), part(to.total, TILES ? 0 : blocks);
     }
 
     uint8_t* base_;

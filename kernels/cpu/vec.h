@@ -192,4 +192,30 @@ inline vfloat exp_to_88(vfloat x) {
 // The same for every x: +inf is not produced, x is clamped at 88.
 inline vfloat exp(vfloat x) { return exp_to_88(select(less(splat(88.0f), x), splat(88.0f), x)); }
 
+#ifdef __AVX512F__
+
+// 2^x to about 2 units in the last place (the minimax polynomial over [0, 1]); 0 where x is far below 0.
+inline vfloat exp2(vfloat x) {
+    const __m512 f = _mm512_reduce_ps((__m512)x, 1);  // what is beyond the next lower whole number
+    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.8775767e-3f), f, _mm512_set1_ps(8.9893397e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5826318e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4015371e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9315308e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return (vfloat)_mm512_scalef_ps(p, (__m512)x);
+}
+
+// 1 / (1 + e^-x), to about 2 units in the last place. Sooner than with a division.
+inline vfloat sigmoid(vfloat x) {
+    const __m512 power = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps((__m512)x, _mm512_set1_ps(-1.44269504f)));
+    const vfloat y = 1.0f + exp2((vfloat)power), z = (vfloat)_mm512_rcp14_ps((__m512)y);
+    return fma(z, fma(-y, z, splat(1.0f)), z);
+}
+
+#else
+
+inline vfloat sigmoid(vfloat x) { return 1.0f / (1.0f + exp(-x)); }
+
+#endif
+
 }  // namespace specserve

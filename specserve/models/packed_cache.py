@@ -1,7 +1,7 @@
 """Packed models on disk, so that they are made once: files in `packed` below specserve's cache folder.
 
-Not beside the models: hubs' folders are shared and often read-only. A file is named after the model's path, the
-quantization and the kernels' layout, and holds the image of a packed model's memory:
+Not beside the models: hubs' folders are shared and often read-only. A file is named after the model's path and
+the quantization, and holds the image of a packed model's memory:
 
     magic, u32 bytes of the header, u32 CRC-32 of the header, header (JSON), zeros up to 4096 bytes, the memory
 
@@ -29,7 +29,6 @@ from typing import Any
 import torch
 
 from specserve.core.errors import ModelLoadError
-from specserve.kernels.cpu import packing
 from specserve.kernels.cpu.memory import huge
 from specserve.models.home import home, locked
 from specserve.models.packing import Layout
@@ -38,7 +37,7 @@ Progress = Callable[[int, int, str], None]
 log = logging.getLogger(__name__)
 
 LIMIT = 32 << 30  # bytes of all files
-VERSION = 1  # of this format and of how models are packed; raise it when either changes
+VERSION = 2  # of this format and of how models are packed; raise it when either changes
 MAGIC = b"SSPACKED"
 CHUNK = 4 << 20  # bytes under one checksum
 _SUFFIX = ".packed"
@@ -108,7 +107,7 @@ def cached(
 
 
 def _file_name(source: Source, variant: str) -> str:
-    digest = hashlib.blake2b(f"{source.path}\0{variant}\0{packing.layout()}".encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(f"{source.path}\0{variant}".encode(), digest_size=8).hexdigest()
     return f"{source.path.stem[:40]}-{digest}{_SUFFIX}"
 
 
@@ -120,7 +119,6 @@ def _expected(source: Source, variant: str, layout: Layout) -> dict[str, Any]:
         "files": [list(file) for file in source.files],
         "source": source.header,
         "variant": variant,
-        "instructions": packing.layout(),
         "layout": hashlib.blake2b(entries.encode(), digest_size=16).hexdigest(),
         "nbytes": layout.nbytes,
         "chunk": CHUNK,
