@@ -80,7 +80,7 @@ double total_coarse(const float* x, int64_t count, float top) {
         for (int64_t j = i; j < i + 4 * BLOCK && j < count; j += 4 * W) {
             vfloat v[4] = {load(x + j), load(x + j + W), load(x + j + 2 * W), load(x + j + 3 * W)};
             if (!any(max(max(v[0], v[1]), max(v[2], v[3])) >= top - FAR)) continue;
-            for (int k = 0; k < 4; k++) sums[k] += exp_to_88(v[k] - top);
+            for (int k = 0; k < 4; k++) sums[k] += exp_near(v[k] - top);
         }
         total += sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
     }

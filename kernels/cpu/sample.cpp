@@ -19,6 +19,7 @@ namespace {
 constexpr int64_t NO_TOKEN = -1, UNDECIDED = -2;
 // Relative to the whole sum: of weights by the float exponential, added up in blocks of 256; of weights in double.
 constexpr double COARSE = 5e-6, FINE = 1e-11;
+constexpr float NEAR = 5.0f;  // under the largest: some hundreds of entries as a rule
 
 }  // namespace
 
@@ -101,18 +102,51 @@ int64_t best(const Read& read, int64_t vocab) {
     return index;
 }
 
+// Quotients by one divisor, rounded as a division rounds them, by products: y = x * r with r = 1 / divisor, corrected once
+// by the remainder, is exact unless the divisor's fraction is all ones or the remainder loses bits (Markstein 1990,
+// "Computation of elementary functions on the IBM RISC System/6000 processor").
+class Divisor {
+  public:
+    explicit Divisor(float divisor) : divisor_(divisor), inverse_(1.0f / divisor) {
+        uint32_t bits;
+        std::memcpy(&bits, &divisor, sizeof bits);
+        plain_ = !(divisor > 1e-10f && divisor < 1e10f) || (bits & 0x7fffff) == 0x7fffff;
+    }
+
+    vfloat operator()(vfloat x) const {
+#ifdef __AVX512F__
+        const __m512 magnitude = _mm512_abs_ps((__m512)x);
+        // Zeros, infinities and NaN are themselves after the product.
+        const __mmask16 small = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(1e-15f), _CMP_LT_OQ);
+        const __mmask16 large = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(1e25f), _CMP_GT_OQ);
+        const __mmask16 special = _mm512_fpclass_ps_mask((__m512)x, 0x9f);
+        if (plain_ || ((small | large) & ~special)) return x / divisor_;
+        const __m512 y = _mm512_mul_ps((__m512)x, _mm512_set1_ps(inverse_));
+        const __m512 rest = _mm512_fnmadd_ps(y, _mm512_set1_ps(divisor_), (__m512)x);
+        return (vfloat)_mm512_mask3_fmadd_ps(rest, _mm512_set1_ps(inverse_), y, _knot_mask16(special));
+#else
+        return x / divisor_;
+#endif
+    }
+
+  private:
+    float divisor_, inverse_;
+    bool plain_;
+};
+
 // Options and temperature, into s.x. The largest entry; NaN if an entry is NaN.
 float prepare(const SampleRow& row, const Reader& read, Scratch& s) {
     int64_t end = (read.vocab + BLOCK - 1) / BLOCK * BLOCK;
     float* x = s.x.data();
     vfloat peak = splat(-INFINITY);
     vint nan = {};
+    const Divisor divide(row.temperature);
     if (row.num_bias) {
         for (int64_t i = 0; i < read.vocab; i += W) store(x + i, read(i));
         for (int64_t i = 0; i < row.num_bias; i++) x[row.bias_ids[i]] += row.bias[i];
     }
     for (int64_t i = 0; i < end; i += W) {
-        vfloat v = i >= read.vocab ? splat(-INFINITY) : (row.num_bias ? load(x + i) : read(i)) / row.temperature;
+        vfloat v = i >= read.vocab ? splat(-INFINITY) : divide(row.num_bias ? load(x + i) : read(i));
         store(x + i, v);
         nan |= v != v;
         peak = max(v, peak);
@@ -141,31 +175,43 @@ bool top_k(Scratch& s, int64_t padded, int64_t k, float top) {
     return keep_best(s.kept, s.some, (double)k, 0.0, bound, top);
 }
 
+// Weights of those kept, relative to one at `top`.
+void weigh(Kept& kept, float top, bool fine) {
+    for (int64_t i = 0; i < kept.count; i += W) {
+        f64x8 low, high;
+        if (fine) {
+            low = weights_fine(kept.x.data() + i, top), high = weights_fine(kept.x.data() + i + 8, top);
+        } else {
+            float e[W];
+            store(e, exp_near(load(kept.x.data() + i) - top));
+            low = load_double(e), high = load_double(e + 8);
+        }
+        std::memcpy(kept.weight.data() + i, &low, sizeof low);
+        std::memcpy(kept.weight.data() + i + 8, &high, sizeof high);
+    }
+    kept.pad();
+}
+
 // Of those kept, or of the whole row.
 bool top_p(Scratch& s, int64_t padded, int64_t vocab, double p, float top, bool whole) {
     for (bool fine : {false, true}) {
         if (!whole && !fine) continue;  // they are few
         const float* x = whole ? s.x.data() : s.kept.x.data();
         int64_t count = whole ? padded : (s.kept.count + W - 1) / W * W;
-        double total = fine ? total_fine(x, count, top) : total_coarse(x, count, top);
+        const double total = fine ? total_fine(x, count, top) : total_coarse(x, count, top);
         // Entries under this bound weigh less than half of 1 - p together.
-        float bound = top + (float)std::log(total * (1.0 - p) / (double)vocab * 0.5) - 0.001f;
-        bound = std::max(whole ? bound : LEAST, LEAST);
-        if (whole) collect(x, padded, bound, s.kept);
-        for (int64_t i = 0; i < s.kept.count; i += W) {
-            f64x8 low, high;
-            if (fine) {
-                low = weights_fine(s.kept.x.data() + i, top), high = weights_fine(s.kept.x.data() + i + 8, top);
-            } else {
-                float e[W];
-                store(e, exp_to_88(load(s.kept.x.data() + i) - top));
-                low = load_double(e), high = load_double(e + 8);
-            }
-            std::memcpy(s.kept.weight.data() + i, &low, sizeof low);
-            std::memcpy(s.kept.weight.data() + i + 8, &high, sizeof high);
+        float all = top + (float)std::log(total * (1.0 - p) / (double)vocab * 0.5) - 0.001f;
+        all = std::max(whole ? all : LEAST, LEAST);
+        const double goal = p * total, slack = (fine ? FINE : COARSE) * total;
+        // What is kept is as a rule among the few entries near the top: then these are all that must be looked at.
+        for (float near = NEAR;; near *= 1.5f) {
+            const float bound = whole ? std::max(top - near, all) : all;
+            if (whole) collect(x, padded, bound, s.kept);
+            weigh(s.kept, top, fine);
+            if (bound > all && !(mass(s.kept, bound) > goal + slack)) continue;
+            if (keep_best(s.kept, s.some, goal, slack, bound, top)) return true;
+            break;
         }
-        s.kept.pad();
-        if (keep_best(s.kept, s.some, p * total, (fine ? FINE : COARSE) * total, bound, top)) return true;
     }
     return false;
 }
