@@ -37,14 +37,6 @@ void pack_vector(const T* weight, T* packed, int64_t n, int64_t k) {
             }
 }
 
-inline float scalar(const float* x) { return *x; }
-inline float scalar(const bf16* x) {
-    uint32_t bits = (uint32_t)x->bits << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 // Sums of R rows. In pieces of 64 of k, as the error of one long chain of float32 additions shows in the logits.
 template <typename T, int R>
 inline void vector_rows(const T* x, const T* packed, float* sums, int64_t k) {

@@ -15,6 +15,7 @@ struct Operand {
     const float* scale = nullptr;    // blocks: [rows, k / 32]; limbs: [rows]
     const float* sum = nullptr;      // [rows, k / 32]: scale * sum of q
     const int32_t* total = nullptr;  // [rows, k / 32]: sum of q
+    int64_t lower = 0;               // bytes from x to what its rounding left, in bfloat16 too; 0 where that is nothing
 
     // Rows one after the other.
     static Operand of(const bf16* x, int64_t k) { return {x, 2 * k, 64, 32 * k}; }

@@ -12,7 +12,10 @@ namespace {
 constexpr int64_t EIGHT = 8, LANES = PANEL / EIGHT;
 constexpr int64_t AHEAD = 2048;  // bytes of weights fetched ahead
 
-inline __m256 float_at(uint32_t bits) { return (__m256)_mm256_set1_epi32((int)bits); }
+// One input, with what its rounding left `apart` numbers on.
+inline __m256 float_at(const bf16* x, int64_t apart) {
+    return _mm256_set1_ps(scalar(x) + (apart ? scalar(x + apart) : 0.0f));
+}
 
 template <int R>
 void give_sums(const Product& p, __m256 (*total)[LANES], int64_t panel, int64_t row, int slot) {
@@ -26,6 +29,7 @@ template <int R>
 void rows_bf16(const Product& p, int64_t panel, int64_t row, int slot) {
     const uint8_t* weights = p.weights(panel);
     const bf16* x = p.x.at(row, 0);  // rows one after the other
+    const int64_t apart = p.x.lower / (int64_t)sizeof(bf16);
     const __m256i high = _mm256_set1_epi32((int)0xffff0000u);
     __m256 total[R][LANES];
     for (auto& sums : total)
@@ -34,9 +38,8 @@ void rows_bf16(const Product& p, int64_t panel, int64_t row, int slot) {
         for (int64_t pair = 0; pair < 16; pair++) {
             __m256 first[R], second[R];
             for (int r = 0; r < R; r++) {
-                uint32_t both;
-                std::memcpy(&both, x + r * p.w.k + i + 2 * pair, sizeof both);
-                first[r] = float_at(both << 16), second[r] = float_at(both & 0xffff0000u);
+                const bf16* both = x + r * p.w.k + i + 2 * pair;
+                first[r] = float_at(both, apart), second[r] = float_at(both + 1, apart);
             }
             for (int64_t c = 0; c < LANES; c++) {
                 const uint8_t* at = weights + c / 2 * 1024 + pair * 64 + c % 2 * 32;

@@ -26,7 +26,7 @@ class MadeRows {
         uint8_t* base = (uint8_t*)::operator new[]((size_t)bytes, std::align_val_t(64));
         memory_.reset(base);
         std::memset(base, 0, (size_t)bytes);
-        Inputs to{(bf16*)(base + at_x), (int8_t*)(base + at_q), (float*)(base + at_scale), (float*)(base + at_sum),
+        Inputs to{(bf16*)(base + at_x), nullptr, (int8_t*)(base + at_q), (float*)(base + at_scale), (float*)(base + at_sum),
                   (int32_t*)(base + at_total)};
         for (int64_t r = 0; r < rows; r++) make_row(to, w, r, [&](int64_t i) { return load(x + r * w.k + i); });
         operand = to.operand(w);

@@ -308,16 +308,19 @@ bool few_limbs(const Product& p, int threads) {
     if (p.w.takes() != Takes::LIMBS || p.rows > FEW) return false;
     auto run = p.w.kind == Q8 ? by_vectors<Q8> : p.w.kind == Q4_0 ? by_vectors<Q4_0> : by_vectors<Q4_1>;
     const int32_t* totals = totals_of(p);
-    const int64_t total = p.count(), units = (total + STREAMS - 1) / STREAMS;
-    ShardedClaims claims(units, 1, threads);
+    // Panels side by side as often as every thread has them, and what is left one by one.
+    const int64_t sets = p.count() / (STREAMS * threads) * threads, rest = p.count() - sets * STREAMS;
+    ShardedClaims whole(sets, 1, threads), single(rest, 1, threads);
     run_slots(threads, [&](int slot) {
         int64_t panels[STREAMS];
-        for (int64_t begin, end; claims.next(slot, begin, end);)
-            for (int64_t unit = begin; unit < end; unit++) {
-                int64_t count = 0;
-                for (int64_t i = unit; i < total; i += units) panels[count++] = i;
-                run(p, totals, panels, count, slot);
-            }
+        for (int64_t i, end; whole.next(slot, i, end);) {
+            for (int64_t s = 0; s < STREAMS; s++) panels[s] = i + s * sets;
+            run(p, totals, panels, STREAMS, slot);
+        }
+        for (int64_t i, end; single.next(slot, i, end);) {
+            panels[0] = STREAMS * sets + i;
+            run(p, totals, panels, 1, slot);
+        }
     });
     return true;
 }

@@ -1,6 +1,6 @@
 // bfloat16 weights on AMX tiles: 16 x 16 float32 sums, 32 inputs at a time.
-#include "gemm.h"
 #include "following.h"
+#include "gemm.h"
 #include "tiles.h"
 
 namespace specserve {
@@ -61,6 +61,13 @@ inline void multiply(const char* x, const Operand& o, const void* weights) {
     if (BOTH) _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (BOTH) _tile_dpbf16ps(3, 5, 7);
+    if (!o.lower) return;
+    _tile_loadd(4, x + o.lower, o.row_bytes);
+    if (BOTH) _tile_loadd(5, x + o.lower + o.tile_bytes, o.row_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if (BOTH) _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (BOTH) _tile_dpbf16ps(3, 5, 7);
 }
 
 // Up to 32 rows: weights come from memory, and go from it to the tiles.
@@ -76,7 +83,7 @@ void few_rows(const Product& p, const uint8_t* panel, int64_t first, float* sums
 }
 
 void many_rows(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
-    alignas(64) static thread_local float sums[512 * PANEL];
+    alignas(64) static thread_local float sums[MOST_ROWS * PANEL];
     static const TileConfig full;
     const uint8_t* weights = p.weights(panel);
     Following following(p, panel, p.w.blocks() * (rows / ROWS));

@@ -7,13 +7,16 @@ namespace specserve {
 // Where the rows of one operand are written; `operand` is how a product reads them.
 struct Inputs {
     bf16* x;         // [rows filled up to 16, k]
+    bf16* lower;     // what their rounding leaves, likewise; null where it is dropped
     int8_t* q;       // blocks: [rows, k]; limbs: see Limbs
     float *scale, *sum;
     int32_t* total;  // blocks: [rows, k / 32]
 
     Operand operand(const Linear& w) const {
         if (w.takes() != Takes::BFLOAT16) return {nullptr, 0, 0, 0, q, scale, sum, total};
-        return TILES ? Operand::tiles(x, w.k) : Operand::of(x, w.k);
+        Operand o = TILES ? Operand::tiles(x, w.k) : Operand::of(x, w.k);
+        o.lower = lower ? (int64_t)((const char*)lower - (const char*)x) : 0;
+        return o;
     }
 };
 
@@ -112,7 +115,11 @@ inline void make_row(const Inputs& to, const Linear& w, int64_t r, const Load& l
     const Operand o = to.operand(w);
     for (int64_t b = 0; b < w.blocks(); b++) {
         bf16* at = const_cast<bf16*>(o.at(r, b));
-        store(at, load(b * BLOCK)), store(at + W, load(b * BLOCK + W));
+        for (int64_t i = 0; i < BLOCK; i += W) {
+            const vfloat v = load(b * BLOCK + i);
+            store(at + i, v);
+            if (o.lower) store((bf16*)((char*)(at + i) + o.lower), v - specserve::load(at + i));
+        }
     }
 }
 

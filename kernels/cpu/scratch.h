@@ -31,7 +31,7 @@ struct Scratch {
     Scratch(const Model& m, int64_t rows, int64_t logits, int64_t threads, uint8_t* base) : base_(base) {
         const int64_t q_width = m.q_heads * m.dim, most = std::max(rows, logits), some = std::min(most, part_rows(threads));
         part(residual, most * m.hidden), part(narrow, most * m.hidden);
-        part(inputs, std::max(some, logits), std::max(m.hidden, q_width)), part(inner, some, m.inner);
+        part(inputs, std::max(some, logits), std::max(m.hidden, q_width), true), part(inner, some, m.inner, false);
         part(qkv, some * (q_width + 2 * m.kv_heads * m.dim));
         part(q, most * q_width), part(attended, most * q_width);
         part(gated, some * m.inner);
@@ -45,9 +45,11 @@ struct Scratch {
         bytes += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
     }
 
-    void part(Inputs& to, int64_t rows, int64_t k) {
+    void part(Inputs& to, int64_t rows, int64_t k, bool exact) {
         const int64_t blocks = rows * k / BLOCK;
         part(to.x, (rows + 15) / 16 * 16 * k);
+        to.lower = nullptr;
+        if (exact) part(to.lower, (rows + 15) / 16 * 16 * k);
         part(to.q, TILES ? Limbs::bytes(rows, k) : rows * k);
         part(to.scale, TILES ? rows : blocks);
         part(to.sum, TILES ? 0 : blocks), part(to.total, TILES ? 0 : blocks);

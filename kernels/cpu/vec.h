@@ -83,6 +83,15 @@ inline vfloat load(const bf16* p) {
 #endif
 }
 
+// One number as float.
+inline float scalar(const float* x) { return *x; }
+inline float scalar(const bf16* x) {
+    uint32_t bits = (uint32_t)x->bits << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 inline void store(float* p, vfloat v) { std::memcpy(p, &v, sizeof v); }
 
 inline void store(uint32_t* p, vuint v) { std::memcpy(p, &v, sizeof v); }
@@ -205,6 +214,9 @@ inline vfloat exp2(vfloat x) {
     return (vfloat)_mm512_scalef_ps(p, (__m512)x);
 }
 
+// e^x for x from -100 to 0, to 2^-24 * |x| and about 2 units in the last place.
+inline vfloat exp_near(vfloat x) { return exp2(x * 1.44269504f); }
+
 // 1 / (1 + e^-x), to about 2 units in the last place. Sooner than with a division.
 inline vfloat sigmoid(vfloat x) {
     const __m512 power = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps((__m512)x, _mm512_set1_ps(-1.44269504f)));
@@ -214,6 +226,7 @@ inline vfloat sigmoid(vfloat x) {
 
 #else
 
+inline vfloat exp_near(vfloat x) { return exp_to_88(x); }
 inline vfloat sigmoid(vfloat x) { return 1.0f / (1.0f + exp(-x)); }
 
 #endif
