@@ -115,7 +115,7 @@ def _gemv(bench: Bench, ceilings: Ceilings, w: Weights) -> list[list[float]]:
 
 
 def _peaks(ceilings: Ceilings, kind: Kind) -> list[Peak]:
-    """What a product's operations are held against. With tiles, quantised weights run as bfloat16: both are told."""
+    """What operations are held against. With tiles, products of 16 bits are four of int8."""
     if kind is Kind.BF16:
         return [ceilings.bf16]
     return [ceilings.int8] + ([ceilings.bf16] if ceilings.int8 is Peak.INT8_TILES else [])

@@ -171,7 +171,7 @@ inline void widen(const uint8_t* block, int half, __m512 inverse, uint8_t* to) {
     }
 }
 
-// Some steps of 16 outputs as tiles, [steps of 64 inputs][upper, lower bytes].
+// Some steps of 16 outputs as tiles, [steps of 64 inputs][upper, lower bytes]. What lies past the last input meets zeros.
 template <int64_t KIND>
 void widen_steps(const Product& p, int64_t panel, int half, int64_t step, int64_t steps, uint8_t* to) {
     const __m512 inverse = inverse_of(p.units(panel) + half * HALF);
@@ -179,8 +179,6 @@ void widen_steps(const Product& p, int64_t panel, int half, int64_t step, int64_
     const uint8_t* block = p.weights(panel) + first * Block<KIND>::bytes;
     for (int64_t b = first; b < last; b++, block += Block<KIND>::bytes)
         widen<KIND>(block, half, inverse, to + (b - first) / 2 * 2 * TILE + b % 2 * 8 * LINE);
-    if (last % 2) std::memset(to + (last - first) / 2 * 2 * TILE + 8 * LINE, 0, 8 * LINE);
-    if (last % 2) std::memset(to + (last - first) / 2 * 2 * TILE + 8 * LINE + TILE, 0, 8 * LINE);
 }
 
 // Tiles 0..3 are sums, 4 and 5 rows of x, 6 and 7 weights.
@@ -208,9 +206,9 @@ inline void step(const int8_t* x, const uint8_t* weights, int64_t i) {
 // sums are kept in `before` unless that is null. Sums go on from `sums`, or begin with zeros where that is null.
 inline void first_step(const int8_t* x, const uint8_t* weights, Sums* before, const Sums* sums) {
 // The instructions name their tiles.
-#define TURN(AT)                                           \
-    if (before) _tile_stored(AT, (*before)[AT], LINE);     \
-    if (sums) _tile_loadd(AT, (*sums)[AT], LINE);            \
+#define TURN(AT)                                       \
+    if (before) _tile_stored(AT, (*before)[AT], LINE); \
+    if (sums) _tile_loadd(AT, (*sums)[AT], LINE);      \
     if (!sums) _tile_zero(AT);
     _tile_loadd(4, x, LINE);
     _tile_loadd(6, weights, LINE);

@@ -74,7 +74,7 @@ inline __m512i in_order(__m512i bytes) {
 template <typename Load>
 inline void make_limbs(const Inputs& to, const Linear& w, int64_t r, float most, const Load& load) {
     if (!std::isfinite(most)) return void(to.scale[r] = NAN);
-    const int exponent = std::max(std::ilogb(most * 1.0078125f) - 14, -110);
+    const int exponent = most > 0.0f ? std::max(std::ilogb(most * 1.0078125f) - 14, -110) : 0;
     const float unit = std::ldexp(1.0f, -exponent);
     to.scale[r] = std::ldexp(1.0f, exponent);
     int8_t* at = to.q + Limbs::row(r, w.k);

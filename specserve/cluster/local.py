@@ -14,7 +14,7 @@ from specserve.spec.verify import NO_TOKEN, Verified, verify
 from specserve.worker.beams import continuations
 from specserve.worker.logprobs import token_logprobs
 from specserve.worker.runner import ModelRunner
-from specserve.worker.sampler import RowGroup, Sampled, sample
+from specserve.worker.sampler import RowGroup, Sampled, draw, sample
 from specserve.worker.states import StateTable
 
 _NO_LOGITS = torch.empty(0, 0)  # made once: a step without logits touches nothing of torch
@@ -102,6 +102,12 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def _sample(self, plan: StepPlan, masks: Mapping[str, Bitmask]) -> list[SampledTokens]:
+        if not masks and self._states.all_packed:
+            states = self._states
+            rows = [(states[r.request_id].packed, _position(r), r.num_logits) for r in plan.requests if r.num_logits]
+            tokens = draw(self._logits, rows, self._vocab_size)
+            if tokens is not None:
+                return self._emit_best(plan, tokens)
         groups = {}
         first = 0
         for r in plan.requests:

@@ -6,7 +6,7 @@ row gives depends on its logits, its request's options and seed and its position
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,6 +90,27 @@ def sample(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_size: int, *,
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             result.token_ids[row] = token
     return result
+
+
+def draw(logits: torch.Tensor, groups: Iterable[tuple[bytes | None, int, int]], vocab_size: int) -> list[int] | None:
+    """What `sample` gives where nothing but packed options and the logits decides; None where torch must decide.
+
+    Args:
+        logits: as in `sample`.
+        groups: of rows that follow each other: packed options, position of the first row's token, rows.
+    """
+    if logits.stride(1) != 1:
+        return None
+    at, stride = logits.data_ptr(), logits.stride(0) * logits.element_size()
+    parts: list[bytes] = []
+    for options, position, count in groups:
+        if options is None:
+            return None
+        for j in range(count):
+            parts += (ROW.pack(at, 0, 0, 0, position + j), options)
+            at += stride
+    tokens = sample_rows(parts, len(parts) // 2, vocab_size)
+    return None if tokens is None or UNDECIDED in tokens else tokens
 
 
 def best(logits: torch.Tensor) -> list[int]:

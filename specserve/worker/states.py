@@ -50,6 +50,12 @@ class SamplingState:
         """Plain at every position."""
         return self.plain and self.params.min_tokens == 0
 
+    @property
+    def always_packed(self) -> bool:
+        """Its options and the logits are all that its tokens come from, and tokens are all that is asked for."""
+        p = self.params
+        return self.packed is not None and p.guided is None and p.logprobs is None and not p.beams and p.min_tokens == 0
+
     def edits(self, position: int) -> bool:
         """Whether any option changes the logits of the token at `position` (grammar and temperature aside)."""
         return (
@@ -83,6 +89,7 @@ class StateTable:
         self._eos_ids = frozenset(eos_ids)
         self._states: dict[str, SamplingState] = {}
         self._choosy = 0  # states that are not `always_plain`
+        self._unpacked = 0  # states that are not `always_packed`
 
     def __len__(self) -> int:
         return len(self._states)
@@ -101,13 +108,20 @@ class StateTable:
         """All are known, and no known request asks for more than the ids of its largest logits. Looks at no state."""
         return self._choosy == 0 and all(map(self._states.__contains__, request_ids))
 
+    @property
+    def all_packed(self) -> bool:
+        """What `always_packed` says, of every known request."""
+        return self._unpacked == 0
+
     def _replace(self, request_id: str, state: SamplingState | None) -> None:
         old = self._states.pop(request_id, None)
         if old is not None:
             self._choosy -= not old.always_plain
+            self._unpacked -= not old.always_packed
         if state is not None:
             self._states[request_id] = state
             self._choosy += not state.always_plain
+            self._unpacked += not state.always_packed
 
     def _create(self, new: NewRequest) -> SamplingState:
         p = new.params

@@ -11,7 +11,11 @@ from specserve.core.plan import BlockCopy, BlockSwap, NewRequest, ScheduledReque
 from specserve.core.protocols import DraftRows
 from specserve.core.sampling import SamplingParams
 from specserve.core.tree import TokenTree
+from specserve.kernels.cpu.native import library
+from specserve.kernels.cpu.sample import UNDECIDED
+from specserve.worker import sampler
 from specserve.worker.runner import ModelRunner
+from specserve.worker.sampler import sample
 from tests.fakes.drive import EOS, Drive
 from tests.fakes.tiny_model import TinyModel
 
@@ -120,6 +124,54 @@ class TestBest:
         mask = np.full((1, 2), -1, dtype=np.int32)
         with pytest.raises(ValueError, match="not guided"):
             run(ex, StepPlan(1, (ask("a", [5]),), (new("a", [5]),)), {"a": mask})
+
+
+class TestDraw:
+    """Steps whose rows need nothing but their options and logits skip the groups."""
+
+    def outputs(self, monkeypatch, *, groups):
+        ex, _ = executor()
+        if groups:
+            monkeypatch.setattr(type(ex._states), "all_packed", False)
+        requests = [
+            new("a", [5], temperature=0.8, top_p=0.9),
+            new("b", [6, 7], temperature=1.2, banned_token_ids=(3,)),
+            new("c", [9]),
+            new("d", [8, 8], logit_bias={4: 2.0}, temperature=0.5),
+        ]
+        asked = [
+            ask("a", [5], draft=(2, 3)),
+            ask("b", [6, 7], blocks=(2,), logits=0),
+            ask("c", [9], blocks=(3,), draft=(1,)),
+            ask("d", [8, 8], blocks=(4,)),
+        ]
+        calls = []
+        monkeypatch.setattr("specserve.cluster.local.sample", lambda *a, **k: calls.append(1) or sample(*a, **k))
+        return run(ex, StepPlan(1, tuple(asked), tuple(requests))).outputs, bool(calls)
+
+    def test_what_they_give_is_the_same(self, monkeypatch):
+        found, sampled = self.outputs(monkeypatch, groups=False)
+        expected, _ = self.outputs(monkeypatch, groups=True)
+        assert found == expected
+        assert [bool(o.token_ids) for o in found] == [True, False, True, True]
+        assert sampled is (library() is None)
+
+    def test_a_row_that_torch_must_decide_goes_there(self, monkeypatch):
+        monkeypatch.setattr(sampler, "sample_rows", lambda parts, count, vocab: [UNDECIDED] * count)
+        found, sampled = self.outputs(monkeypatch, groups=False)
+        monkeypatch.undo()
+        assert sampled
+        assert found == self.outputs(monkeypatch, groups=True)[0]
+
+    @pytest.mark.parametrize(
+        "options", [{"logprobs": 0}, {"beam_width": 2}, {"min_tokens": 2}, {"presence_penalty": 1.0}]
+    )
+    def test_one_request_that_asks_for_more_needs_the_groups(self, options):
+        ex, _ = executor()
+        ex.forward(StepPlan(1, (ask("a", [5]),), (new("a", [5], temperature=1.0), new("b", [6], **options))))
+        assert not ex._states.all_packed
+        ex.forward(StepPlan(2, (), (), ("b",)))
+        assert ex._states.all_packed
 
 
 class TestMoves:

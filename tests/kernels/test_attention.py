@@ -88,6 +88,22 @@ def test_close_to_the_oracle(dim: int, group: int, window: int) -> None:
     assert (found - expected).abs().mean().item() < 0.002
 
 
+@pytest.mark.parametrize("growth", [0.02, 0.1, 0.5])
+def test_scores_that_grow_along_the_context(growth: float) -> None:
+    """The best score so far rises slowly or fast: what earlier sums are relative to is kept or not."""
+    cache, exact = Cache(64, 3, 16, torch.bfloat16), Cache(64, 3, 16, torch.bfloat16)
+    for t in range(CONTEXT):
+        cache.key[cache.table[t // 16], :, t % 16, 0] = growth * t
+    exact.key, exact.value = cache.key.float(), cache.value.float()
+    q, positions = queries(9, 64, torch.bfloat16), torch.arange(CONTEXT)
+    q[:, :, 0] = q[:, :, 0].abs() * 4
+    whole = cache.attend(ops.paged_attention, q, positions, 0)
+    alone = [cache.attend(ops.paged_attention, q[i : i + 1], positions[i : i + 1], 0) for i in range(CONTEXT)]
+    assert torch.equal(whole, torch.cat(alone))
+    expected = exact.attend(reference.paged_attention, q.float(), positions, 0)
+    assert (whole.float() - expected).abs().max().item() < 0.02
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kv_heads", "group", "window"), [(3, 3, 0), (1, 20, 0), (2, 2, 600)])
 def test_long_contexts_split_over_threads(kv_heads: int, group: int, window: int, dtype: torch.dtype) -> None:

@@ -116,6 +116,41 @@ def test_a_vocabulary_of_a_real_model(monkeypatch):
     assert all(torch.equal(found.processed[i], expected.processed[i]) for i in range(len(kinds)))
 
 
+@pytest.mark.parametrize(
+    "temperature", [1e-4, 0.1, 0.7, 0.8, 1 / 3, 1.0, 1.2999999523162842, 2.0, 9.99, 3.999999761581421]
+)
+def test_quotients_are_those_of_a_division(temperature):
+    """The native sampler divides by products; the last one's fraction is all ones."""
+    random = np.random.default_rng(4)
+    vocab = 4096
+    x = (random.standard_normal((4, vocab)) * 10).astype(np.float32)
+    x[1] *= np.exp2(random.integers(-140, 100, vocab)).astype(np.float32)
+    x[2, ::3], x[2, 1::3] = -np.inf, 0.0
+    x[3] = np.exp2(random.integers(-149, 90, vocab)).astype(np.float32) * np.where(random.random(vocab) < 0.5, -1, 1)
+    logits = torch.from_numpy(x)
+    table = StateTable(vocab, [7])
+    table.update([NewRequest("r", (1,), 1, SamplingParams(temperature=temperature), 5)], [])
+    groups = [RowGroup(table["r"], i, 1, 9, keep_processed=True) for i in range(4)]
+    found = sample(logits, groups, vocab).processed
+    divisor = torch.tensor(temperature, dtype=torch.float32)
+    for i in range(4):
+        assert torch.equal(found[i].view(torch.int32), (logits[i] / divisor).view(torch.int32))
+
+
+def test_the_set_of_top_p_does_not_depend_on_where_it_is_looked_for(monkeypatch):
+    """Flat rows and steep ones: what is kept lies near the largest logit, or far."""
+    vocab, random = 20000, np.random.default_rng(5)
+    scales = [0.01, 0.3, 1.0, 2.0, 3.0, 5.0, 9.0]
+    x = torch.from_numpy(np.stack([random.standard_normal(vocab) * s for s in scales]).astype(np.float32))
+    for top_p in (0.05, 0.5, 0.9, 0.99, 0.9999):
+        table = StateTable(vocab, [7])
+        table.update([NewRequest("r", (1,), 1, SamplingParams(temperature=0.9, top_p=top_p), 5)], [])
+        groups = [RowGroup(table["r"], i, 1, 70 + i, keep_processed=True) for i in range(len(scales))]
+        found, expected = sample(x, groups, vocab), in_torch(monkeypatch, x, groups, vocab)
+        assert found.token_ids == expected.token_ids
+        assert all(torch.equal(found.processed[i], expected.processed[i]) for i in range(len(scales)))
+
+
 def test_rows_do_not_depend_on_threads_or_neighbours():
     random = np.random.default_rng(3)
     x = torch.from_numpy(np.stack([random_logits(random, 700) for _ in range(24)]))
