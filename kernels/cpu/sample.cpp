@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t NO_TOKEN = -1, UNDECIDED = -2;
 // Relative to the whole sum: of weights by the float exponential, added up in blocks of 256; of weights in double.
 constexpr double COARSE = 5e-6, FINE = 1e-11;
-constexpr float NEAR = 5.0f;  // under the largest: some hundreds of entries as a rule
+constexpr float NEAR = 5.0f;  // under the largest: how far top-p looks first
 
 }  // namespace
 
