@@ -7,7 +7,6 @@
 
 namespace specserve {
 
-
 struct Best {
     float value;
     int64_t id;

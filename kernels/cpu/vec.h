@@ -217,7 +217,7 @@ inline vfloat exp2(vfloat x) {
 // e^x for x from -100 to 0, to 2^-24 * |x| and about 2 units in the last place.
 inline vfloat exp_near(vfloat x) { return exp2(x * 1.44269504f); }
 
-// 1 / (1 + e^-x), to about 2 units in the last place. Sooner than with a division.
+// 1 / (1 + e^-x), to about 2 units in the last place.
 inline vfloat sigmoid(vfloat x) {
     const __m512 power = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps((__m512)x, _mm512_set1_ps(-1.44269504f)));
     const vfloat y = 1.0f + exp2((vfloat)power), z = (vfloat)_mm512_rcp14_ps((__m512)y);
