@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 
 from specserve.core.config import EngineConfig, ServerConfig
 from specserve.engine.client import AsyncEngineClient
@@ -22,6 +23,8 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     with ConsoleProgress() as progress:
         tokenizer = load_tokenizer(engine.model, progress)
+        # Beside the engine, which takes longer. No daemon: the interpreter must not end in the middle of an import.
+        threading.Thread(target=tokenizer.prepare_chat, name="chat-templates", daemon=False).start()
         context = min(model_context(engine.model), engine.max_model_len or sys.maxsize)
         client = AsyncEngineClient(EngineProcess(engine, progress=progress))
 

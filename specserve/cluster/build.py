@@ -39,6 +39,7 @@ from specserve.worker.runner import Model, ModelRunner
 T = TypeVar("T")
 Progress = Callable[[int, int, str], None]
 logger = logging.getLogger(__name__)
+GRAMMAR_DELAY = 1.0  # seconds from start-up until the library for grammars is imported without being asked for
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -219,26 +220,40 @@ def _drafter(
 
 class PreparedCompiler:
     """A GrammarCompiler that a thread makes while the engine runs: its library takes longer to import than a model
-    to load, and most first requests have no grammar.
+    to load, holds the interpreter lock meanwhile, and most first requests have no grammar.
 
     Args:
-        make: makes it; what it raises, every `compile` raises.
+        make: makes it, on the first `compile` or after `delay`; what it raises, every `compile` raises.
+        delay: seconds.
     """
 
-    def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
+    def __init__(self, make: Callable[[], GrammarCompiler], delay: float = GRAMMAR_DELAY) -> None:
         self._made: Future[GrammarCompiler] = Future()
-        # No daemon, as its maker may be (the engine's thread): the interpreter must not end in the middle of an import.
-        threading.Thread(target=self._run, args=(make,), name="grammar-library", daemon=False).start()
+        self._make = make
+        self._lock = threading.Lock()
+        self._started = False
+        timer = threading.Timer(delay, self._start)
+        timer.daemon = True  # the interpreter does not wait for what nobody asked for
+        timer.start()
 
-    def _run(self, make: Callable[[], GrammarCompiler]) -> None:
+    def _start(self) -> None:
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
+        # No daemon, as its maker is: the interpreter must not end in the middle of an import.
+        threading.Thread(target=self._run, name="grammar-library", daemon=False).start()
+
+    def _run(self) -> None:
         try:
-            self._made.set_result(make())
+            self._made.set_result(self._make())
         except BaseException as error:
             logger.exception("grammars cannot be compiled")
             self._made.set_exception(error)
 
     def compile(self, guided: Mapping[str, Any]) -> CompiledGrammar:
         """As GrammarCompiler.compile; waits until it is there."""
+        self._start()
         return self._made.result().compile(guided)
 
 

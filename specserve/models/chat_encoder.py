@@ -34,6 +34,11 @@ class ChatEncoder:
         self._special = {token: each.content for token, each in added.items() if each.special}
         self._guard = Guard(list(self._special.values()))
 
+    def prepare(self) -> None:
+        """Fetch the tokenizer's own way to render templates."""
+        if self._hf.chat_template:
+            _ = self._hf.apply_chat_template
+
     def encode(self, messages: Any, tools: Any, add_generation_prompt: bool, options: Mapping[str, Any]) -> list[int]:
         """See Tokenizer.encode_chat."""
         for name in options:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specserve.core.errors import ModelLoadError
 from specserve.models.info import ModelInfo
@@ -121,6 +120,9 @@ def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
     if kind == "default":
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return 1.0 / (rope.get("rope_theta", 10000.0) ** exponent), 1.0
+    # Imported here: it takes longer than a packed model to load.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return inv_freq.float(), float(scale)
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
@@ -68,6 +67,9 @@ def gguf_config(file: GGUFFile) -> Any:
     Raises:
         ModelLoadError: an architecture or feature that is not supported, named; or metadata that is missing.
     """
+    # Imported here: it takes longer than a packed model to load.
+    import transformers
+
     values = _config_values(file)
     return getattr(transformers, CONFIGS[file.architecture])(**values)
 
@@ -109,7 +111,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
     """ModelConfig of the file, with Llama 3's frequency factors where it carries them. Errors as for gguf_config."""
     values = _config_values(file)
     if values["rope_parameters"]["rope_type"] == "default":
-        # Without transformers' configuration, whose class takes longer to import than a model to load.
+        # Without transformers' configuration, which takes longer to import than a packed model to load.
         config = ModelConfig.from_hf(SimpleNamespace(model_type=file.architecture, hidden_act="silu", **values))
     else:
         config = ModelConfig.from_hf(gguf_config(file))

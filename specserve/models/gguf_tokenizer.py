@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-import transformers
 from tokenizers import pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from specserve.core.errors import ModelLoadError
 from specserve.models.gguf_file import GGUFFile
@@ -26,13 +26,52 @@ _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 
 
+class KeptTokenizer:
+    """A converted tokenizer in the cache, as transformers' own in all that is asked of it. What most processes ask
+    needs no transformers, which takes longer to import than a packed model to load; the rest fetches it.
+
+    Attributes:
+        backend_tokenizer: of the tokenizers library.
+        chat_template: None where the model has none.
+        eos_token_id: None where the model has none.
+
+    Args:
+        folder: as `save_pretrained` left it.
+    """
+
+    is_fast = True
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.backend_tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        eos = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+        self.eos_token_id = self.backend_tokenizer.token_to_id(eos) if eos is not None else None
+        template = folder / "chat_template.jinja"
+        self.chat_template = template.read_text(encoding="utf-8") if template.exists() else None
+
+    @cached_property
+    def full(self) -> Any:
+        """transformers' own; fetched once."""
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.full, name)
+
+    def __len__(self) -> int:
+        return len(self.full)
+
+
 def gguf_tokenizer(file: GGUFFile, name: str) -> Tokenizer:
     """The tokenizer of a GGUF file, with its chat template.
 
     Raises:
         ModelLoadError: the file has no tokenizer, or one of a kind that is not supported.
     """
-    key = hashlib.sha256(f"{_VERSION} {transformers.__version__} {tokenizers.__version__}\n".encode())
+    key = hashlib.sha256(f"{_VERSION} {importlib.metadata.version('transformers')} {tokenizers.__version__}\n".encode())
     key.update(file.header())
     folder = home() / "tokenizers" / key.hexdigest()[:32]
     found = _load(folder, name)
@@ -57,7 +96,7 @@ def gguf_tokenizer(file: GGUFFile, name: str) -> Tokenizer:
 def _load(folder: Path, name: str) -> Tokenizer | None:
     try:
         extra = json.loads((folder / _EXTRA).read_text(encoding="utf-8"))
-        hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        hf = KeptTokenizer(folder)
         eos_ids, unused_ids = list(extra["eos_ids"]), list(extra["unused_ids"])
     except FileNotFoundError:
         return None
@@ -79,8 +118,8 @@ def _convert(file: GGUFFile, folder: Path) -> None:
 def _converted(file: GGUFFile) -> Any:
     if "tokenizer.ggml.tokens" not in file.metadata:
         raise ModelLoadError(f"tokenizer: {file.path.name} has no tokenizer in it", param="model")
-    # Imported here: the Auto classes take a quarter of a second, as long as a packed model to load.
-    from transformers import AutoTokenizer
+    # Imported here: it takes longer than a packed model to load.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         hf = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)

@@ -8,15 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from specserve.core.errors import ModelLoadError
 from specserve.models.demo import fetch_demo
 
@@ -91,6 +82,16 @@ def _checked_folder(path: Path) -> Path:
 
 
 def _fetch(repo: str, revision: str | None, weights: bool) -> Path:
+    # Imported here: it takes as long as a packed model to load, and only names of the hub need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
     patterns = _TEXT_FILES + (_WEIGHT_FILES if weights else [])
     where = f"{repo}@{revision}" if revision else repo
     try:

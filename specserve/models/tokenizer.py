@@ -57,6 +57,10 @@ class Tokenizer:
         check_text(text, "prompt")
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def prepare_chat(self) -> None:
+        """Import what chat templates need, which the first conversation would wait for otherwise."""
+        self._chat.prepare()
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

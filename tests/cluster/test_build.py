@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,6 +16,7 @@ from specserve.core.config import EngineConfig, SpeculationConfig
 from specserve.core.errors import ConfigError, ModelLoadError
 from specserve.core.messages import FinishedEvent, GenerateCommand
 from specserve.core.sampling import SamplingParams
+from specserve.models.home import home
 from tests.fakes.engines import answer
 from tests.fakes.tiny import EOS_ID, tiny_llama_folder
 
@@ -225,7 +228,7 @@ def test_a_compiler_that_cannot_be_made_fails_grammars_alone(caplog):
 
 
 def test_the_interpreter_waits_for_the_compiler_that_a_daemon_makes():
-    """Threads are daemons where their maker is: the engine's is, and an end in the middle of an import can crash."""
+    """Threads are daemons where their maker is: the timer is, and an end in the middle of an import can crash."""
     seen = []
     made = threading.Event()
 
@@ -233,6 +236,39 @@ def test_the_interpreter_waits_for_the_compiler_that_a_daemon_makes():
         seen.append(threading.current_thread().daemon)
         made.set()
 
-    threading.Thread(target=PreparedCompiler, args=(make,), daemon=True).start()
+    PreparedCompiler(make, delay=0.0)
     assert made.wait(60)
     assert seen == [False]
+
+
+def test_a_compiler_is_made_once_when_asked_for_and_not_before():
+    made = []
+
+    class Made:
+        def compile(self, guided):
+            return guided["choice"]
+
+    def make():
+        made.append(None)
+        return Made()
+
+    compiler = PreparedCompiler(make, delay=3600.0)
+    assert made == []
+    assert compiler.compile({"choice": "a"}) == "a"
+    assert compiler.compile({"choice": "b"}) == "b"
+    assert made == [None]
+
+
+def test_no_start_up_imports_what_only_some_requests_need():
+    """Either takes longer than a packed model to load."""
+    code = """
+import sys
+import specserve.cluster.build, specserve.models.loader
+from specserve.models.loader import load_tokenizer
+if len(sys.argv) > 1:
+    assert load_tokenizer("demo").encode("a")
+print([name for name in ("transformers", "xgrammar", "huggingface_hub") if name in sys.modules])
+"""
+    arguments = ["demo"] if (home() / "demo").exists() and any((home() / "tokenizers").glob("*/specserve.json")) else []
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"

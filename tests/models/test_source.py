@@ -38,7 +38,7 @@ def test_a_folder_needs_a_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nothing", "./org/name", "~/org/name", "a/b/c", "org/name.gguf", "org/na me", ""])
 def test_what_is_neither_here_nor_a_hub_name_is_said_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "snapshot_download", lambda *args, **kw: pytest.fail("asked the hub"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kw: pytest.fail("asked the hub"))
     with pytest.raises(ModelLoadError) as caught:
         resolve(name)
     assert caught.value.param == "model"
@@ -52,7 +52,7 @@ def test_a_hub_name_with_its_revision(monkeypatch: pytest.MonkeyPatch, tmp_path:
         asked.append((repo, revision, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(source, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("org/name").path == tmp_path
     assert resolve("org/name@v1.0", weights=False).kind == "folder"
     assert [(repo, revision) for repo, revision, _ in asked] == [("org/name", None), ("org/name", "v1.0")]
