@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without a GPU this exact version has a CPU build; change it with TORCH="torch" to take the default CUDA build.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "torch>=2.11" || echo "torch==2.13.0")
 
-.PHONY: demo test test-all test-sanitised lint browser bench-serve bench-latency bench-kv bench-sched bench-step bench-kernels bench-peers clean
+.PHONY: demo test test-all test-sanitised lint browser bench-serve bench-latency bench-kv bench-sched bench-step bench-kernels bench-peers bench-load clean
 
 demo: $(VENV)/.installed
 	$(BIN)/specserve demo
@@ -50,6 +50,9 @@ bench-step: $(VENV)/.installed-dev
 
 bench-kernels: $(VENV)/.installed-dev
 	$(BIN)/python bench/kernels.py
+
+bench-load: $(VENV)/.installed-dev
+	$(BIN)/python bench/load.py
 
 bench-peers: $(VENV)/.installed-dev
 	$(BIN)/python bench/peers.py

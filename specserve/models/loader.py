@@ -129,6 +129,7 @@ def _load_gguf(source: ModelSource, options: Options) -> LoadedModel:
     file = GGUFFile(source.path)
     config = gguf_model_config(file)
     read = partial(gguf_weights, file, options.dtype, options.progress)
+    library()  # before two threads share the interpreter lock, for which each small read of it would wait
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # beside the weights, which are read outside the interpreter lock
         tokenizer = pool.submit(gguf_tokenizer, file, source.name)
         return _family(source.name, config, GGUFTensors(file), read, tokenizer.result, options)
