@@ -146,7 +146,9 @@ def test_the_demos_prompts_survive_and_their_chats_are_the_plain_ones(demo: Toke
             messages += [{"role": "assistant", "content": "Yes."}]
 
 
-def test_a_kept_tokenizer_is_what_transformers_makes_of_its_files(folder: Path, tmp_path: Path, demo: Tokenizer) -> None:
+def test_a_kept_tokenizer_is_what_transformers_makes_of_its_files(
+    folder: Path, tmp_path: Path, demo: Tokenizer
+) -> None:
     for ours in (gguf_tokenizer(GGUFFile(tiny_gguf(folder, tmp_path / "a.gguf")), "a"), demo):
         theirs = ours.hf.full
         assert ours.hf.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
