@@ -46,6 +46,8 @@ class Timed:
         self._logits: dict[int, Any] = {}
         if hasattr(model, "forward_best"):
             self.forward_best = self._forward_best
+        if hasattr(model, "forward_draw"):
+            self.forward_draw = self._forward_draw
 
     def forward(self, batch: Any, cache: Any) -> Any:
         return self._run(lambda: self._fixed(batch) if self._stub else self._model.forward(batch, cache))
@@ -55,6 +57,14 @@ class Timed:
             if self._stub:
                 return [7] * batch.logit_rows.numel()
             return self._model.forward_best(batch, cache, vocab_size)
+
+        return self._run(run)
+
+    def _forward_draw(self, batch: Any, cache: Any, vocab_size: int, rows: bytes) -> Any:
+        def run() -> Any:
+            if self._stub:
+                return [7] * batch.logit_rows.numel(), self._fixed(batch)
+            return self._model.forward_draw(batch, cache, vocab_size, rows)
 
         return self._run(run)
 

@@ -253,11 +253,14 @@ void pick(const Run& run) {
 void finish(Run& run) {
     if (run.s.logit_count == 0) return;
     norm(run, run.m.head, run.m.norm);
-    if (run.s.best) pick(run);
+    if (run.s.best && !run.s.sampled) pick(run);
     if (!run.s.logits) return;
     Output o{run, run.m.head, run.s.logits, run.s.logits_stride};
     gemm(Product{run.m.head, run.b.inputs.operand(run.m.head), run.rows, store_sums, &o, run.s.panels, run.s.num_panels},
          run.threads);
+    if (run.s.sampled)
+        sample_rows(run.s.sampled, run.s.best, run.s.logit_count, run.s.choices, run.threads, run.s.logits,
+                    run.s.logits_stride);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // pointers and 64-bit numbers only, but for the floats that say so.
 #pragma once
 #include "gemm.h"
+#include "sample.h"
 
 namespace specserve {
 
@@ -52,6 +53,7 @@ struct Step {
     int64_t logits_stride;
     int64_t* best;    // [logit_count]: id of the greatest logit below `choices`, -1 where it is not finite; or null
     int64_t choices;
+    const SampleRow* sampled;  // [logit_count]: how `best` is drawn from the logits, which are wanted then; or null
     uint8_t* scratch;
     int64_t threads;
 };

@@ -80,6 +80,7 @@ class Step(Structure):
         ("logits_stride", _I),
         ("best", _P),
         ("choices", _I),
+        ("sampled", _P),
         ("scratch", _P),
         ("threads", _I),
     ]

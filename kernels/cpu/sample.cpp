@@ -21,29 +21,6 @@ constexpr int64_t NO_TOKEN = -1, UNDECIDED = -2;
 constexpr double COARSE = 5e-6, FINE = 1e-11;
 constexpr float NEAR = 5.0f;  // under the largest: how far top-p looks first
 
-}  // namespace
-
-// As sample.py packs it.
-struct SampleRow {
-    const float* logits;
-    const uint32_t* mask;  // bit t % 32 of word t / 32: t is legal; null for all
-    int64_t words;         // of the mask; tokens past it are not legal
-    float* processed;      // what the token is drawn from, [vocab]; or null
-    uint64_t position;
-    uint64_t seed;
-    const uint8_t* forbidden;  // [vocab], or null
-    const int64_t* bias_ids;   // distinct
-    const float* bias;
-    int64_t num_bias;
-    int64_t top_k;      // 0 for all
-    double top_p;       // 1 for all
-    double log_min_p;   // -inf for all
-    float temperature;  // 1 for greedy
-    int32_t noisy;      // 0 for greedy
-};
-
-namespace {
-
 // Kept from step to step.
 struct Scratch {
     std::vector<float> x;  // the row, padded with -inf to whole blocks
@@ -296,6 +273,15 @@ int64_t sample_row(const SampleRow& row, int64_t vocab) {
 
 }  // namespace
 
+void sample_rows(const SampleRow* rows, int64_t* out, int64_t count, int64_t vocab, int threads, const float* logits,
+                 int64_t stride) {
+    parallel_for(count, 1, threads, [&](int64_t i) {
+        SampleRow row = rows[i];
+        if (logits) row.logits = logits + i * stride;
+        out[i] = sample_row(row, vocab);
+    });
+}
+
 }  // namespace specserve
 
 using namespace specserve;
@@ -303,7 +289,7 @@ using namespace specserve;
 extern "C" {
 // out[i]: the token of row i, NO_TOKEN (-1) or UNDECIDED (-2).
 void ss_sample(const SampleRow* rows, int64_t* out, int64_t count, int64_t vocab, int threads) {
-    parallel_for(count, 1, threads, [&](int64_t i) { out[i] = sample_row(rows[i], vocab); });
+    sample_rows(rows, out, count, vocab, threads, nullptr, 0);
 }
 // Greedy tokens of rows that are `stride` floats apart; NO_TOKEN (-1) where the largest entry is not finite.
 void ss_best(const float* x, int64_t* out, int64_t rows, int64_t width, int64_t stride, int threads) {

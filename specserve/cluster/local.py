@@ -10,11 +10,12 @@ import torch
 from specserve.core.plan import BlockCopy, SampledTokens, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from specserve.core.protocols import Bitmask, DraftRows
 from specserve.core.tree import EMPTY_TREE
+from specserve.kernels.cpu.sample import UNDECIDED
 from specserve.spec.verify import NO_TOKEN, Verified, verify
 from specserve.worker.beams import continuations
 from specserve.worker.logprobs import token_logprobs
 from specserve.worker.runner import ModelRunner
-from specserve.worker.sampler import RowGroup, Sampled, draw, sample
+from specserve.worker.sampler import RowGroup, Sampled, draw, packed_rows, sample
 from specserve.worker.states import StateTable
 
 _NO_LOGITS = torch.empty(0, 0)  # made once: a step without logits touches nothing of torch
@@ -64,11 +65,28 @@ class LocalExecutor:
             wanted = [r.num_logits for r in plan.requests]
             if self._states.all_plain([r.request_id for r in plan.requests]) or all(map(self._plain, plan.requests)):
                 self._best = self._target.best(plan.requests, wanted, self._vocab_size)
+            elif self._states.all_packed and self._target.draws:
+                self._draw(plan, wanted)
             else:
                 self._logits = self._target.forward(plan.requests, wanted)
         self._timings = {"forward": time.perf_counter() - begin - swapping}
         if plan.swap_out or plan.swap_in:
             self._timings["swap"] = swapping
+
+    def _draw(self, plan: StepPlan, wanted: Sequence[int]) -> None:
+        """The forward and the tokens of its rows, or their logits where torch must decide one of them."""
+        rows = packed_rows(self._rows(plan))
+        assert rows is not None, "all are packed"
+        tokens, logits = self._target.draw(plan.requests, wanted, self._vocab_size, rows)
+        if UNDECIDED in tokens:
+            self._logits = logits
+        else:
+            self._best = tokens
+
+    def _rows(self, plan: StepPlan) -> list[tuple[bytes | None, int, int]]:
+        """Packed options, position and number of the rows with logits of each request; see `packed_rows`."""
+        states = self._states
+        return [(states[r.request_id].packed, _position(r), r.num_logits) for r in plan.requests if r.num_logits]
 
     def sample(self, plan: StepPlan, masks: Mapping[str, Bitmask]) -> StepResult:
         """Sample the rows, verify the drafts, and take the emitted tokens into the sampling states.
@@ -103,9 +121,7 @@ class LocalExecutor:
     @torch.inference_mode()
     def _sample(self, plan: StepPlan, masks: Mapping[str, Bitmask]) -> list[SampledTokens]:
         if not masks and self._states.all_packed:
-            states = self._states
-            rows = [(states[r.request_id].packed, _position(r), r.num_logits) for r in plan.requests if r.num_logits]
-            tokens = draw(self._logits, rows, self._vocab_size)
+            tokens = draw(self._logits, self._rows(plan), self._vocab_size)
             if tokens is not None:
                 return self._emit_best(plan, tokens)
         groups = {}

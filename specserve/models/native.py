@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof, c_int64
+from ctypes import addressof, c_char_p, c_int64, c_void_p, cast
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,8 @@ class NativeLlama:
         self.config = config
         self.numerics = numerics
         self.info: ModelInfo = config.info(torch.bfloat16, name)
-        self._best = (c_int64 * 0)()  # room for forward_best's ids
+        self._best = (c_int64 * 0)()  # room for ids
+        self._logits = torch.empty(0, self.info.vocab_size)  # room for forward_draw's logits
         self._kept: _Kept | None = None
         self._rotary = RotaryTable(config.inv_freq, config.rope_scale)
         embedding = packed.embedding
@@ -108,14 +109,36 @@ class NativeLlama:
             -1 where the greatest logit is not finite.
         """
         step = self._step(batch, cache)
+        self._choose(step, self.info.vocab_size if vocab_size is None else vocab_size)
+        return self._best[: step.logit_count]
+
+    def forward_draw(
+        self, batch: ForwardBatch, cache: PagedKVCache, vocab_size: int, rows: bytes
+    ) -> tuple[list[int], torch.Tensor]:
+        """The same where tokens are drawn from nothing but the logits and packed options.
+
+        Args:
+            rows: of each of batch.logit_rows its ROW, without a pointer to logits, and its options; see sample_rows.
+
+        Returns:
+            As sample_rows; and the logits, float32 [m, info.vocab_size], which the next call may write over.
+        """
+        step = self._step(batch, cache)
         count = step.logit_count
-        if len(self._best) < count:
-            self._best = (c_int64 * count)()
+        if len(self._logits) < count:
+            self._logits = torch.empty(1 << (count - 1).bit_length(), self.info.vocab_size)
+        step.logits, step.logits_stride = self._logits.data_ptr(), self.info.vocab_size
+        step.sampled = cast(c_char_p(rows), c_void_p).value
+        self._choose(step, vocab_size)
+        return self._best[:count], self._logits[:count]
+
+    def _choose(self, step: Step, choices: int) -> None:
+        """Run the step; ids of each row, among so many, are in `_best` then."""
+        if len(self._best) < step.logit_count:
+            self._best = (c_int64 * step.logit_count)()
         if step.rows:
-            step.best = addressof(self._best)
-            step.choices = self.info.vocab_size if vocab_size is None else vocab_size
+            step.best, step.choices = addressof(self._best), choices
             self._forward.run(step)
-        return self._best[:count]
 
     def forward_partial(self, batch: ForwardBatch, cache: PagedKVCache, partial: Partial) -> PartialResult:
         """A part of the layers, from and to hidden states; see Partial. The rows are never empty.
@@ -161,7 +184,7 @@ class NativeLlama:
         """
         kept = self._kept
         if kept is not None and kept.batch is batch and kept.cache is cache and kept.cos is self._rotary.cos:
-            kept.step.logits = kept.step.best = None
+            kept.step.logits = kept.step.best = kept.step.sampled = None
             return kept.step
         positions = max((start + count for _, count, _, start in batch.segments), default=0)
         if batch.kept:  # whatever its tables have room for

@@ -24,7 +24,8 @@ class Model(Protocol):
     """What every model of specserve.models is.
 
     One may also have forward_best(batch, cache, vocab_size) -> list[int], one of each of batch.logit_rows: the ids of
-    the largest logits below vocab_size, the lowest of equal ones, NO_TOKEN (-1) where that logit is not finite.
+    the largest logits below vocab_size, the lowest of equal ones, NO_TOKEN (-1) where that logit is not finite; and
+    forward_draw(batch, cache, vocab_size, rows) -> (list[int], logits), the ids that `sample_rows` gives of these rows.
     """
 
     @property
@@ -93,6 +94,23 @@ class ModelRunner:
             return found
         with torch.inference_mode():
             return best(self.model.forward(batch, self.cache)[:, :vocab_size])
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model can `draw`."""
+        return hasattr(self.model, "forward_draw")
+
+    def draw(
+        self, items: Sequence[Rows], num_logits: Sequence[int], vocab_size: int, rows: bytes
+    ) -> tuple[list[int], torch.Tensor]:
+        """Tokens of the same rows drawn in the forward itself, and their logits, which last until the next forward.
+
+        Args:
+            rows: packed rows as `sample_rows` has them, without pointers to logits.
+        """
+        batch = self._builder.build(items, num_logits)
+        drawn: tuple[list[int], torch.Tensor] = self.model.forward_draw(batch, self.cache, vocab_size, rows)  # type: ignore[attr-defined]
+        return drawn
 
     @torch.inference_mode()
     def measure_swap(self) -> float:

@@ -97,20 +97,30 @@ def draw(logits: torch.Tensor, groups: Iterable[tuple[bytes | None, int, int]], 
 
     Args:
         logits: as in `sample`.
-        groups: of rows that follow each other: packed options, position of the first row's token, rows.
+        groups: see `packed_rows`.
     """
     if logits.stride(1) != 1:
         return None
-    at, stride = logits.data_ptr(), logits.stride(0) * logits.element_size()
+    rows = packed_rows(groups, logits.data_ptr(), logits.stride(0) * logits.element_size())
+    tokens = None if rows is None else sample_rows((rows,), len(logits), vocab_size)
+    return None if tokens is None or UNDECIDED in tokens else tokens
+
+
+def packed_rows(groups: Iterable[tuple[bytes | None, int, int]], at: int = 0, stride: int = 0) -> bytes | None:
+    """Rows for `sample_rows`; None where a group has no packed options.
+
+    Args:
+        groups: of rows that follow each other: packed options, position of the first row's token, rows.
+        at, stride: address of the first row's logits, and bytes to the next one's.
+    """
     parts: list[bytes] = []
     for options, position, count in groups:
         if options is None:
             return None
-        for j in range(count):
-            parts += (ROW.pack(at, 0, 0, 0, position + j), options)
+        for j in range(position, position + count):
+            parts += (ROW.pack(at, 0, 0, 0, j), options)
             at += stride
-    tokens = sample_rows(parts, len(parts) // 2, vocab_size)
-    return None if tokens is None or UNDECIDED in tokens else tokens
+    return b"".join(parts)
 
 
 def best(logits: torch.Tensor) -> list[int]:

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from specserve.core.protocols import DraftRows
 from specserve.core.sampling import SamplingParams
 from specserve.core.tree import TokenTree
 from specserve.kernels.cpu.native import library
-from specserve.kernels.cpu.sample import UNDECIDED
+from specserve.kernels.cpu.sample import ROW, UNDECIDED, pack_options, sample_rows
 from specserve.worker import sampler
 from specserve.worker.runner import ModelRunner
 from specserve.worker.sampler import sample
@@ -162,6 +163,26 @@ class TestDraw:
         monkeypatch.undo()
         assert sampled
         assert found == self.outputs(monkeypatch, groups=True)[0]
+
+    @pytest.mark.parametrize("undecided", [False, True])
+    @pytest.mark.skipif(library() is None, reason="no native kernels here")
+    def test_a_model_may_draw_in_its_forward(self, monkeypatch, undecided):
+        expected, _ = self.outputs(monkeypatch, groups=False)
+        calls = []
+
+        def forward_draw(self, batch, cache, vocab_size, rows):
+            logits = self.forward(batch, cache)
+            size, stride = ROW.size + len(pack_options(0, 0.0)), logits.stride(0) * logits.element_size()
+            fields = [(i, rows[i * size : (i + 1) * size]) for i in range(len(logits))]
+            placed = [struct.pack("=Q", logits.data_ptr() + i * stride) + row[8:] for i, row in fields]
+            calls.append(len(placed))
+            tokens = sample_rows(placed, len(placed), vocab_size)
+            return ([UNDECIDED, *tokens[1:]] if undecided else tokens), logits
+
+        monkeypatch.setattr(TinyModel, "forward_draw", forward_draw, raising=False)
+        found, sampled = self.outputs(monkeypatch, groups=False)
+        assert found == expected
+        assert (calls, sampled) == ([6], False)
 
     @pytest.mark.parametrize(
         "options", [{"logprobs": 0}, {"beam_width": 2}, {"min_tokens": 2}, {"presence_penalty": 1.0}]

@@ -11,6 +11,7 @@ import torch
 
 from specserve.core.errors import ModelLoadError
 from specserve.kernels.cpu.packing import Kind
+from specserve.kernels.cpu.sample import ROW, pack_options, sample_rows
 from specserve.models.batch import ForwardBatch
 from specserve.models.kv_cache import PagedKVCache
 from specserve.models.native import NativeLlama, Partial, PartialResult
@@ -121,6 +122,39 @@ def test_no_rows() -> None:
     batch = ForwardBatch(none, none, none, none.int(), torch.empty(0, 0, dtype=torch.int32), none)
     assert llama.forward(batch, cache).shape == (0, llama.info.vocab_size)
     assert llama.forward_best(batch, cache) == []
+    assert llama.forward_draw(batch, cache, 10, b"")[0] == []
+
+
+@pytest.mark.parametrize(("shape", "kind"), MODELS)
+def test_tokens_are_drawn_in_the_forward_as_from_its_logits(shape: str, kind: str) -> None:
+    llama = model(shape, kind)
+    vocab = llama.info.vocab_size - 3
+    rows = [48, 3, 0, 39, 40]
+    bias = torch.tensor([vocab - 1]), torch.tensor([50.0])
+    options = [
+        pack_options(7, 0.9, top_p=0.9),
+        pack_options(8, 0.0),
+        pack_options(9, 1.1, top_k=5),
+        pack_options(10, 0.7, bias=bias),
+        pack_options(11, 1.0, min_p=0.02),
+    ]
+    batch, cache = batch_of(llama, rows), make_cache(llama.info, BLOCKS, 16)
+    logits = llama.forward(batch, cache)
+
+    def packed(at: int) -> list[bytes]:
+        size = logits.stride(0) * logits.element_size()
+        return [
+            part for i, o in enumerate(options) for part in (ROW.pack(at + i * size * (at > 0), 0, 0, 0, 60 + i), o)
+        ]
+
+    expected = sample_rows(packed(logits.data_ptr()), len(rows), vocab)
+    tokens, given = llama.forward_draw(batch, cache, vocab, b"".join(packed(0)))
+    assert tokens == expected
+    assert same_bits(given, logits)
+    assert llama.forward_best(batch, cache, vocab) == logits[:, :vocab].argmax(-1).tolist()
+    assert same_bits(llama.forward(batch, cache), logits)
+    few = batch_of(llama, rows[:2])
+    assert llama.forward_draw(few, cache, vocab, b"".join(packed(0)[:4]))[0] == tokens[:2]
 
 
 def best(llama: NativeLlama, rows: list[int] | None = None, vocab: int | None = None) -> list[int]:
