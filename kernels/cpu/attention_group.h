@@ -51,7 +51,7 @@ struct alignas(64) Group {
 
 // What one tile needs besides: reused by all groups.
 struct alignas(64) Work {
-    float scores[TILE][COLUMNS];
+    float scores[2][TILE][COLUMNS];              // of two groups: one's products are under way beside the other's softmax
     Pairs weights[TILE / STEP];                  // [column][key pair]: the left side of P V
     Pairs values[TILE / STEP * (MAX_DIM / 16)];  // [step][16 dims][key pair][dim]: the right side of P V
     bf16 keys[TILE * MAX_DIM];                   // where the cache has no 16 keys in a row, or int8
@@ -116,7 +116,7 @@ inline void begin_group(Group& g, const bf16* q, int64_t row, int64_t rows, int6
 
 // K Q^T, 16 keys a product. Keys behind the sixteen that hold the last one are read as the first: they are masked, and
 // memory ends somewhere.
-inline void score(Work& w, const Group& g, const Keys& k, Fetch& fetch, int64_t dim) {
+inline void score(float (*scores)[COLUMNS], const Group& g, const Keys& k, Fetch& fetch, int64_t dim) {
     const int64_t stride = dim * sizeof(bf16);
     const bf16* from[TILE / 16];
     for (int64_t i = 0; i < TILE / 16; i++) from[i] = k.keys[i * 16 < k.to ? i : 0];
@@ -140,11 +140,11 @@ inline void score(Work& w, const Group& g, const Keys& k, Fetch& fetch, int64_t 
         _tile_dpbf16ps(3, 5, 4);
         fetch.steps(8);
     }
-    _tile_stored(0, w.scores[0], 64);
-    _tile_stored(1, w.scores[16], 64);
+    _tile_stored(0, scores[0], 64);
+    _tile_stored(1, scores[16], 64);
     if (k.to <= STEP) return;
-    _tile_stored(2, w.scores[32], 64);
-    _tile_stored(3, w.scores[48], 64);
+    _tile_stored(2, scores[32], 64);
+    _tile_stored(3, scores[48], 64);
 }
 
 // A sum of 16 in the order of `sum`.
@@ -176,9 +176,9 @@ inline vuint pairs_of(vfloat x, vfloat y) {
 // The online softmax of one tile, weights [column][key]. EDGE: some column does not see all of it. Returns what earlier
 // sums are multiplied by.
 template <bool EDGE, bool SCALED>
-vfloat weigh(Work& w, Group& g, const Keys& k, Fetch& fetch) {
+vfloat weigh(Work& w, const float (*scores)[COLUMNS], Group& g, const Keys& k, Fetch& fetch) {
     auto score = [&](int64_t j) {
-        vfloat x = load(w.scores[j]);
+        vfloat x = load(scores[j]);
         if (SCALED) x = product(x, w.factors[j]);
         if (!EDGE) return x;
         vint key = vint{} + (int32_t)(k.tile + j);
@@ -230,13 +230,13 @@ inline void columns(const float (*scores)[COLUMNS], vfloat* x) {
 
 // The same for at most four columns, over 16 keys at a time: the same sums in the same order.
 template <bool EDGE, bool SCALED>
-vfloat weigh_few(Work& w, Group& g, const Keys& k, Fetch& fetch) {
+vfloat weigh_few(Work& w, const float (*scores)[COLUMNS], Group& g, const Keys& k, Fetch& fetch) {
     vfloat x[TILE / 16][FEW];
     const vfloat unit = splat(g.unit);
     Sums& s = g.piece();
     vfloat best = s.top, total = {};
     for (int64_t i = 0; i < TILE / 16; i++) {
-        columns(w.scores + 16 * i, x[i]);
+        columns(scores + 16 * i, x[i]);
         for (int c = 0; c < FEW; c++) {
             if (SCALED) x[i][c] = product(x[i][c], load(w.factors + 16 * i));
             if (EDGE) {
@@ -268,13 +268,13 @@ vfloat weigh_few(Work& w, Group& g, const Keys& k, Fetch& fetch) {
     return keep;
 }
 
-// The softmax of one tile, whose scores are in `w`. Returns what earlier sums are multiplied by.
-inline vfloat weigh_tile(Work& w, Group& g, const Keys& k, Fetch& fetch) {
+// The softmax of one tile. Returns what earlier sums are multiplied by.
+inline vfloat weigh_tile(Work& w, const float (*scores)[COLUMNS], Group& g, const Keys& k, Fetch& fetch) {
     const bool edge = k.tile < g.inner_begin || k.tile + TILE > g.inner_end;
     static constexpr decltype(&weigh<true, true>) ways[2][2][2] = {
         {{weigh<false, false>, weigh<false, true>}, {weigh<true, false>, weigh<true, true>}},
         {{weigh_few<false, false>, weigh_few<false, true>}, {weigh_few<true, false>, weigh_few<true, true>}}};
-    return ways[g.columns <= FEW][edge][k.scaled](w, g, k, fetch);
+    return ways[g.columns <= FEW][edge][k.scaled](w, scores, g, k, fetch);
 }
 
 // Adds the sums of the piece at hand to those before. Of each column, the first that it saw something of is taken as it

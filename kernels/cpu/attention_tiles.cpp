@@ -201,13 +201,23 @@ class Attend {
         const Keys keys = find_keys(s_.work, keys_ + head, tile, at, to, whole, a_.dim);
         find_scales(s_.work, keys_, values_, tile, head, to, whole, a_.scale);
         bool interleaved = false;
-        for (int64_t i = 0; i < count; i++) {
-            if (at >= groups[i].last) continue;
-            Fetch& some = i == count - 1 ? fetch : none;
-            score(s_.work, groups[i], keys, some, a_.dim);
+        // Whose scores come after those of group i.
+        auto next_of = [&](int64_t i) {
+            do i++;
+            while (i < count && at >= groups[i].last);
+            return i;
+        };
+        auto fetch_of = [&](int64_t i) -> Fetch& { return i == count - 1 ? fetch : none; };
+        int64_t i = next_of(-1), turn = 0;
+        if (i < count) score(s_.work.scores[0], groups[i], keys, fetch_of(i), a_.dim);
+        for (int64_t next; i < count; i = next, turn = 1 - turn) {
+            next = next_of(i);
+            if (next < count) score(s_.work.scores[1 - turn], groups[next], keys, fetch_of(next), a_.dim);
+            const float(*scores)[COLUMNS] = s_.work.scores[turn];
+            Fetch& some = fetch_of(i);
             if constexpr (std::is_same_v<T, bf16>) {
                 if (groups[i].columns <= FEW) {
-                    const vfloat keep = weigh_tile(s_.work, groups[i], keys, some);
+                    const vfloat keep = weigh_tile(s_.work, scores, groups[i], keys, some);
                     add_values_few(s_.work, groups[i], keep, values_ + head, tile.at, to, some, a_.dim);
                     continue;
                 }
@@ -215,7 +225,7 @@ class Attend {
             // While the products are under way.
             if (!interleaved) interleave(s_.work.values, values_ + head, tile, to, a_.dim, fetch);
             interleaved = true;
-            const vfloat keep = weigh_tile(s_.work, groups[i], keys, some);
+            const vfloat keep = weigh_tile(s_.work, scores, groups[i], keys, some);
             add_values(s_.work, groups[i], keep, to, some, a_.dim);
         }
     }

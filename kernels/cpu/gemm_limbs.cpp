@@ -192,12 +192,12 @@ typedef int32_t Sums[4][16][16];  // upper by upper bytes, upper by lower, lower
 
 inline void step(const int8_t* x, const uint8_t* weights, int64_t i) {
     x += i * Limbs::STEP_BYTES, weights += i * 2 * TILE;
-    _tile_loadd(4, x, LINE);
+    _tile_stream_loadd(4, x, LINE);
     _tile_loadd(6, weights, LINE);
     _tile_dpbssd(0, 4, 6);
     _tile_loadd(7, weights + TILE, LINE);
     _tile_dpbsud(1, 4, 7);
-    _tile_loadd(5, x + Limbs::LOW, LINE);
+    _tile_stream_loadd(5, x + Limbs::LOW, LINE);
     _tile_dpbssd(2, 5, 6);
     _tile_dpbsud(3, 5, 7);
 }
@@ -210,14 +210,14 @@ inline void first_step(const int8_t* x, const uint8_t* weights, Sums* before, co
     if (before) _tile_stored(AT, (*before)[AT], LINE); \
     if (sums) _tile_loadd(AT, (*sums)[AT], LINE);      \
     if (!sums) _tile_zero(AT);
-    _tile_loadd(4, x, LINE);
+    _tile_stream_loadd(4, x, LINE);
     _tile_loadd(6, weights, LINE);
     TURN(0)
     _tile_dpbssd(0, 4, 6);
     _tile_loadd(7, weights + TILE, LINE);
     TURN(1)
     _tile_dpbsud(1, 4, 7);
-    _tile_loadd(5, x + Limbs::LOW, LINE);
+    _tile_stream_loadd(5, x + Limbs::LOW, LINE);
     TURN(2)
     _tile_dpbssd(2, 5, 6);
     TURN(3)
@@ -252,8 +252,10 @@ struct Room {
     alignas(64) float results[MOST_ROWS * PANEL];
 };
 
-// Rows by 16 outputs: a part of the weights stays in the first cache while all rows go by, then the next.
-void half_on_tiles(const Product& p, int64_t panel, int half, int64_t first, int64_t rows, Following& following, Room& room) {
+// Rows by 16 outputs: a part of the weights stays in the first cache while all rows go by, then the next. The second half
+// hands its sums on with those of the first.
+void half_on_tiles(const Product& p, int64_t panel, int half, int64_t first, int64_t rows, int slot, Following& following,
+                   Room& room) {
     auto widen_part = p.w.kind == Q8 ? widen_steps<Q8> : p.w.kind == Q4_0 ? widen_steps<Q4_0> : widen_steps<Q4_1>;
     const int64_t steps = Limbs::steps(p.w.k), parts = (steps + DEEP - 1) / DEEP, depth = (steps + parts - 1) / parts;
     const int64_t count = (rows + 15) / 16;
@@ -261,7 +263,9 @@ void half_on_tiles(const Product& p, int64_t panel, int half, int64_t first, int
     auto rows_at = [&](int64_t i) { return std::min<int64_t>(16, rows - i * 16); };
     auto sums_at = [&](int64_t i) -> Sums& { return room.sums[parts == 1 ? i % 2 : i]; };
     auto leave_at = [&](int64_t i) {
-        leave(sums_at(i), rows_at(i), p.x.scale + first + i * 16, unit, room.results + i * 16 * PANEL + half * HALF);
+        float* results = room.results + i * 16 * PANEL;
+        leave(sums_at(i), rows_at(i), p.x.scale + first + i * 16, unit, results + half * HALF);
+        if (half) p.give(slot, results, first + i * 16, rows_at(i), panel);
     };
     int64_t configured = 0;
     Sums* before = nullptr;
@@ -289,10 +293,8 @@ void half_on_tiles(const Product& p, int64_t panel, int half, int64_t first, int
 void on_tiles(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
     static thread_local const std::unique_ptr<Room> room(new Room);
     Following following(p, panel, 2 * ((rows + 15) / 16) * Limbs::steps(p.w.k));
-    for (int half = 0; half < 2; half++) half_on_tiles(p, panel, half, first, rows, following, *room);
+    for (int half = 0; half < 2; half++) half_on_tiles(p, panel, half, first, rows, slot, following, *room);
     _tile_release();
-    for (int64_t r = 0; r < rows; r += ROWS)
-        p.give(slot, room->results + r * PANEL, first + r, std::min(ROWS, rows - r), panel);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 
@@ -12,6 +13,8 @@ if __name__.partition(".")[0] == "kernels":
     raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
 
 HUGE_PAGE = 2 << 20  # bytes
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
+_AT_A_TIME = 16 << 20  # bytes of one call: others who want memory of the process wait for it
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 
 
@@ -39,3 +42,24 @@ def huge(nbytes: int) -> torch.Tensor:
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros of a shape and dtype in memory of `huge`, contiguous."""
     return huge(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def populate(tensor: torch.Tensor) -> int:
+    """Take all pages of a contiguous tensor now, which its first writes would do otherwise; what is in it stays.
+
+    The interpreter lock is free meanwhile, and others may read and write the tensor. Does nothing where the platform
+    does not know of it.
+
+    Returns:
+        Bytes that were taken by it or before it.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
+        return 0
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = tensor.data_ptr() + tensor.nbytes
+    for at in range(first, end, _AT_A_TIME):
+        if madvise(at, min(_AT_A_TIME, end - at), _POPULATE_WRITE) != 0:
+            return max(0, at - tensor.data_ptr())
+    return tensor.nbytes

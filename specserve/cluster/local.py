@@ -10,6 +10,7 @@ import torch
 from specserve.core.plan import BlockCopy, SampledTokens, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from specserve.core.protocols import Bitmask, DraftRows
 from specserve.core.tree import EMPTY_TREE
+from specserve.kernels.cpu.memory import populate
 from specserve.kernels.cpu.sample import UNDECIDED
 from specserve.spec.verify import NO_TOKEN, Verified, verify
 from specserve.worker.beams import continuations
@@ -169,6 +170,11 @@ class LocalExecutor:
         Call it before the first plan. Takes a few milliseconds, and leaves every cache and host slot as it was.
         """
         return sum(runner.measure_swap() for runner in self._runners)
+
+    def populate(self) -> None:
+        """Take the memory of the caches now, which the first tokens in each block would wait for otherwise."""
+        for runner in self._runners:
+            populate(runner.cache.storage)
 
     def close(self) -> None:
         """Drop what the steps left behind; the models go with their last reference."""

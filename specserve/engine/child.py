@@ -6,6 +6,7 @@ which then stays open: its end tells that the parent wants the process to end, o
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -167,7 +168,7 @@ def run(lifeline: int) -> int:
     gc.enable()
     serving.set()
     # Beside the first requests: they would wait for it longer than they are slowed down by it.
-    threading.Thread(target=heap.collapse, name="heap", daemon=True).start()
+    threading.Thread(target=settle, args=(engine,), name="memory", daemon=True).start()
     channel.send(codec.pack(codec.READY, {**engine_info(engine), "pid": os.getpid()}))
     server = Server(engine, channel)
     status = 0
@@ -180,6 +181,18 @@ def run(lifeline: int) -> int:
     channel.close()
     shutil.rmtree(hello["directory"], ignore_errors=True)  # as in _watch, which may come too late
     return status
+
+
+def settle(engine: Engine) -> None:
+    """Move the heap to huge pages; then take the KV caches' memory while the CPUs have nothing else to do.
+
+    A virtual machine may have to be given each page by its host: a good part of a prompt's time, where blocks are new.
+    """
+    heap.collapse()
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0 is this thread alone
+    engine.populate()
 
 
 def main() -> None:

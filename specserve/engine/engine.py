@@ -144,6 +144,10 @@ class Engine:
             counters=metrics.snapshot(),
         )
 
+    def populate(self) -> None:
+        """Take the memory that the executor uses sooner or later, from any thread; see LocalExecutor.populate."""
+        getattr(self._executor, "populate", lambda: None)()
+
     def close(self) -> None:
         """Free everything. Requests still alive get no further event: whoever drives the loop tells their owners."""
         if self._closed:

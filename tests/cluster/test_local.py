@@ -230,6 +230,14 @@ class TestMoves:
         assert result.outputs == expected.outputs
         assert torch.equal(runners[1].cache.storage[:, :, 6], saved)
 
+    def test_memory_is_taken_for_the_caches_of_both_models(self, monkeypatch):
+        target, draft = TinyModel(), TinyModel()
+        runners = [ModelRunner(target, target.cache(8, 4)), ModelRunner(draft, draft.cache(8, 4), pool="draft")]
+        taken = []
+        monkeypatch.setattr("specserve.cluster.local.populate", taken.append)
+        LocalExecutor(*runners, vocab_size=VOCAB, eos_ids=[EOS]).populate()
+        assert [t.data_ptr() for t in taken] == [r.cache.storage.data_ptr() for r in runners]
+
     def test_what_a_swap_takes_is_measured_on_both_models(self):
         ex, runner = executor()
         before = runner.cache.storage.clone()

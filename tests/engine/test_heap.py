@@ -2,11 +2,13 @@
 
 import gc
 import mmap
+import os
 import sys
+import threading
 
 import pytest
 
-from specserve.engine import heap
+from specserve.engine import child, heap
 
 MAPS = """\
 10000000-10a00000 rw-p 00000000 00:00 0                                  [heap]
@@ -56,3 +58,19 @@ def test_frozen_objects_are_out_of_the_collector():
         assert gc.get_freeze_count() > before
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="a platform without idle threads")
+def test_memory_is_taken_by_a_thread_that_takes_no_time_from_others(monkeypatch):
+    monkeypatch.setattr(heap, "collapse", lambda: 0)
+    seen = []
+
+    class Engine:
+        def populate(self):
+            seen.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=child.settle, args=(Engine(),))
+    thread.start()
+    thread.join(60)
+    assert seen == [os.SCHED_IDLE]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER

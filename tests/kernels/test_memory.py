@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specserve.kernels.cpu import memory
-from specserve.kernels.cpu.memory import HUGE_PAGE, huge, huge_zeros
+from specserve.kernels.cpu.memory import HUGE_PAGE, huge, huge_zeros, populate
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -75,3 +75,23 @@ def test_a_platform_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(memory.mmap, "mmap", Mapping)
     assert not huge(3 * HUGE_PAGE).any()
+
+
+@linux
+def test_populating_takes_every_page_and_changes_nothing() -> None:
+    tensor = huge(64 * HUGE_PAGE)
+    tensor[5], tensor[-1] = 7, 9
+    part = tensor[3 * HUGE_PAGE + 100 : 40 * HUGE_PAGE + 300]
+    before = int(smaps(tensor.data_ptr())["Rss"].split()[0])
+    if populate(part) == 0:
+        pytest.skip("this kernel cannot")
+    assert int(smaps(tensor.data_ptr())["Rss"].split()[0]) - before >= 36 * HUGE_PAGE // 1024
+    assert populate(tensor) == tensor.nbytes
+    assert int(smaps(tensor.data_ptr())["Rss"].split()[0]) * 1024 >= tensor.nbytes
+    assert (int(tensor[5]), int(tensor[-1]), int(tensor.sum())) == (7, 9, 16)
+    assert populate(huge(0)) == 0
+
+
+def test_where_the_platform_cannot_populate_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_POPULATE_WRITE", 12345)
+    assert populate(huge(HUGE_PAGE)) == 0
