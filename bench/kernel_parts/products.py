@@ -1,7 +1,7 @@
 """Products with packed weights: one row against read bandwidth, many rows against the peak of multiplication.
 
-The rows are made into what the weights take beforehand. Every sum is stored as float32, so the widest product (gate_up)
-writes more here than in the forward, which stores half as many numbers in bfloat16.
+The rows are made into what the weights take beforehand. The sums go where the forward has them: into float32, into the
+residual, or through the gate into what the next product takes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from bench.kernel_parts.ceilings import Ceilings, Peak
 from bench.kernel_parts.measure import Bench, in_turn, joined
+from specserve.kernels.cpu.memory import huge_zeros
 from specserve.kernels.cpu.packing import Kind, pack_rows, packed_bytes, row_bytes
 
 LAYERS = 30
@@ -25,6 +26,8 @@ SHAPES = {
     "down": (576, 1536, LAYERS),
     "head": (49152, 576, 1),
 }
+STORED, ADDED, GATED = 0, 1, 2  # uses that ss_bench_gemm knows
+USES = {"output": ADDED, "gate_up": GATED, "down": ADDED}
 KINDS = {Kind.BF16: "bf16", Kind.Q8: "q8", Kind.Q4_0: "q4_0", Kind.Q4_1: "q4_1"}
 HEADROOM = 64 << 20  # more than the bytes of the largest of them, packed
 ROWS = (8, 32, 64, 256)
@@ -41,13 +44,14 @@ class Weights:
     k: int
     memory: torch.Tensor
     copies: int
+    use: int = STORED
 
     @property
     def each(self) -> int:
         return self.memory.numel() // self.copies
 
 
-def weights(bench: Bench, kind: Kind, n: int, k: int) -> Weights:
+def weights(bench: Bench, kind: Kind, n: int, k: int, use: int = STORED) -> Weights:
     """At least `streamed` bytes of them in the arena."""
     each = packed_bytes(kind, n, k)
     copies = -(-bench.settings.streamed // each)
@@ -55,7 +59,7 @@ def weights(bench: Bench, kind: Kind, n: int, k: int) -> Weights:
     first = memory[:each]
     pack_rows(kind, k, _random_rows(kind, n, k), first)
     memory.view(copies, each)[1:] = first
-    return Weights(kind, n, k, memory, copies)
+    return Weights(kind, n, k, memory, copies, use)
 
 
 def _random_rows(kind: Kind, n: int, k: int) -> torch.Tensor:
@@ -73,12 +77,9 @@ def _random_rows(kind: Kind, n: int, k: int) -> torch.Tensor:
 def seconds(bench: Bench, w: Weights, rows: int, copies: int) -> float:
     """Seconds for the product of random rows with each of `copies` copies."""
     x = torch.randn(rows, w.k, generator=torch.Generator().manual_seed(rows)).bfloat16()
-    out = torch.empty(rows, w.n)
-    return float(
-        bench.library.ss_bench_gemm(
-            w.kind, w.n, w.k, w.memory.data_ptr(), copies, x.data_ptr(), out.data_ptr(), rows, bench.threads
-        )
-    )
+    out = huge_zeros((rows, w.n), torch.float32)
+    pointers = (w.memory.data_ptr(), copies, x.data_ptr(), out.data_ptr())
+    return float(bench.library.ss_bench_gemm(w.kind, w.n, w.k, *pointers, rows, w.use, bench.threads))
 
 
 def products(bench: Bench, ceilings: Ceilings) -> None:
@@ -88,7 +89,7 @@ def products(bench: Bench, ceilings: Ceilings) -> None:
         gemm: dict[int, list[tuple[float, list[list[float]]]]] = {rows: [] for rows in ROWS}
         for name, (n, k, count) in SHAPES.items():
             bench.say(f"{label} {name}")
-            w = weights(bench, kind, n, k)
+            w = weights(bench, kind, n, k, USES.get(name, STORED))
             gemv[name] = _gemv(bench, ceilings, w)
             bench.add(f"GEMV {label} {name} {n}x{k}", *_against(gemv[name], "GB/s"), GEMV_GOALS[kind])
             if name == "head":  # only rows that are sampled meet it

@@ -10,6 +10,7 @@
 #include "operand.h"
 #include "rope.h"
 #include "scratch.h"
+#include "sinks.h"
 
 namespace specserve {
 
@@ -59,57 +60,9 @@ struct Run {
     }
 };
 
-// Sums and the bias, if there is one, of 16 outputs.
-inline vfloat with_bias(const float* sums, const Linear& w, int64_t column) {
-    vfloat v = load(sums);
-    return w.bias ? v + load_some(w.bias + column, w.n - column) : v;
-}
-
-struct Output {
-    const Run& run;
-    const Linear& w;
-    float* to;
-    int64_t stride;
-    const Linear* next = nullptr;
-};
-
-void store_sums(const void* context, int, const float* sums, int64_t row, int64_t rows, int64_t column) {
-    const Output& o = *(const Output*)context;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < PANEL && column + i < o.w.n; i += W)
-            store_some(o.to + (row + r) * o.stride + column + i, with_bias(sums + r * PANEL + i, o.w, column + i),
-                       o.w.n - column - i);
-}
-
-void add_sums(const void* context, int, const float* sums, int64_t row, int64_t rows, int64_t column) {
-    const Output& o = *(const Output*)context;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < PANEL && column + i < o.w.n; i += W) {
-            float* to = o.to + (row + r) * o.stride + column + i;
-            const int64_t left = o.w.n - column - i;
-            store_some(to, load_some(to, left) + with_bias(sums + r * PANEL + i, o.w, column + i), left);
-        }
-}
-
-// silu(gate) * up: of each panel 16 inputs of the next product.
-void gate_sums(const void* context, int, const float* sums, int64_t row, int64_t rows, int64_t column) {
-    const Output& o = *(const Output*)context;
-    const Run& run = o.run;
-    const Linear& down = *o.next;
-    const int64_t at = column / 2;
-    for (int64_t r = 0; r < rows; r++) {
-        vfloat gate = with_bias(sums + r * PANEL, o.w, column), up = with_bias(sums + r * PANEL + W, o.w, column + W);
-        vfloat y = gate * sigmoid(gate) * up;
-        if (down.takes() == Takes::BFLOAT16)
-            store(const_cast<bf16*>(run.b.inner.operand(down).at(row + r, at / 32)) + at % 32, y);
-        else
-            store(run.b.gated + (row + r) * down.k + at, y);
-    }
-}
-
 void product(const Run& run, const Linear& w, const Operand& x, Sink sink, float* to, int64_t stride,
              const Linear* next = nullptr) {
-    Output o{run, w, to, stride, next};
+    const Output o{w, to, stride, next, run.b.inner, run.b.gated};
     gemm(Product{w, x, run.rows, sink, &o, nullptr, 0}, run.threads);
 }
 
@@ -255,7 +208,7 @@ void finish(Run& run) {
     norm(run, run.m.head, run.m.norm);
     if (run.s.best && !run.s.sampled) pick(run);
     if (!run.s.logits) return;
-    Output o{run, run.m.head, run.s.logits, run.s.logits_stride};
+    const Output o{run.m.head, run.s.logits, run.s.logits_stride, nullptr, {}, nullptr};
     gemm(Product{run.m.head, run.b.inputs.operand(run.m.head), run.rows, store_sums, &o, run.s.panels, run.s.num_panels},
          run.threads);
     if (run.s.sampled)

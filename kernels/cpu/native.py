@@ -66,7 +66,7 @@ SIGNATURES = {
     "ss_limit_threads": (_N,),
     "ss_count_claims": (_P, _P, _I, _I, _N),
     "ss_gemm_packed": (_I, _I, _I, _P, _P, _P, _I, _N),
-    "ss_bench_gemm": (_I, _I, _I, _P, _I, _P, _P, _I, _N),
+    "ss_bench_gemm": (_I, _I, _I, _P, _I, _P, _P, _I, _I, _N),
     "ss_bench_attention": (_P,) * 7 + (_I,) * 8 + (_N,),
     "ss_peak_read": (_P, _I, _I, _I, _N),
     "ss_peak_operations": (_I, _I, _N),

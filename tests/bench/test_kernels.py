@@ -11,6 +11,7 @@ from bench.kernel_parts.attention import CONTEXT, DIM, HEADS, Paged
 from bench.kernel_parts.ceilings import Ceilings, Peak
 from bench.kernel_parts.forward import rows_of
 from bench.kernel_parts.measure import Bench, Settings, in_turn, joined
+from bench.kernel_parts.products import ADDED, GATED, STORED
 from specserve.kernels.cpu import ops
 from specserve.kernels.cpu.build import BuildError
 from specserve.kernels.cpu.isa import runnable
@@ -79,11 +80,29 @@ def test_the_timed_product_goes_through_all_copies(bench, kind):
         pack_rows(kind, K, data, packed[i * each : (i + 1) * each])
     x = inputs(9)
     given, out = x.bfloat16(), torch.zeros(9, N)
-    seconds = bench.library.ss_bench_gemm(
-        kind, N, K, packed.data_ptr(), 3, given.data_ptr(), out.data_ptr(), 9, bench.threads
-    )
-    assert seconds > 0
+    pointers = (packed.data_ptr(), 3, given.data_ptr(), out.data_ptr())
+
+    def run(use):
+        return bench.library.ss_bench_gemm(kind, N, K, *pointers, 9, use, bench.threads)
+
+    assert run(STORED) > 0
     assert torch.equal(out, x @ w.T)  # of the last copy
+    out.zero_()
+    assert run(ADDED) > 0
+    assert torch.equal(out, x @ sum(whole_numbers(kind, N, K, i)[1] for i in range(3)).T)
+
+
+def test_the_timed_gate_gives_what_the_next_product_takes(bench):
+    data, w = whole_numbers(Kind.Q8, 64, K, 0)
+    packed = torch.zeros(packed_bytes(Kind.Q8, 64, K), dtype=torch.uint8)
+    pack_rows(Kind.Q8, K, data, packed)
+    x = inputs(9)
+    given, out = x.bfloat16(), torch.zeros(9, 64)
+    pointers = (packed.data_ptr(), 1, given.data_ptr(), out.data_ptr())
+    assert bench.library.ss_bench_gemm(Kind.Q8, 64, K, *pointers, 9, GATED, bench.threads) > 0
+    gate, up = (x @ w.T).view(9, 2, 2, 16).unbind(2)
+    found = out.flatten()[: 9 * 32].view(9, 2, 16)
+    torch.testing.assert_close(found, torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
 
 
 def test_timed_attention_goes_through_all_layers(bench):
