@@ -28,18 +28,11 @@ TileConfig config_of(int64_t rows) {
 }
 
 template <bool BOTH>
-inline void begin(const float* sums, bool fresh) {
-    if (fresh) {
-        _tile_zero(0);
-        _tile_zero(1);
-        if (BOTH) _tile_zero(2);
-        if (BOTH) _tile_zero(3);
-        return;
-    }
-    _tile_loadd(0, sums, PANEL * 4);
-    _tile_loadd(1, sums + HALF, PANEL * 4);
-    if (BOTH) _tile_loadd(2, sums + 16 * PANEL, PANEL * 4);
-    if (BOTH) _tile_loadd(3, sums + 16 * PANEL + HALF, PANEL * 4);
+inline void begin() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (BOTH) _tile_zero(2);
+    if (BOTH) _tile_zero(3);
 }
 
 template <bool BOTH>
@@ -105,7 +98,7 @@ inline void first_step(const char* x, const Operand& o, const uint8_t* weights, 
 template <bool BOTH, bool WIDE>
 void few_rows(const Product& p, const uint8_t* panel, int64_t first, float* sums) {
     const char* x = (const char*)p.x.at(first, 0);
-    begin<BOTH>(sums, true);
+    begin<BOTH>();
     for (int64_t b = 0; b < p.w.blocks(); b++, x += p.x.step_bytes, panel += STEP_BYTES) {
         fetch(panel, STEP_BYTES);
         multiply<BOTH, WIDE>(x, p.x, panel);
@@ -134,14 +127,12 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t rows, int
             following.step();
             first_step<WIDE>(x, p.x, w, before, i ? part : nullptr);
             before = part;
-            const int64_t give_at = 32;
+            if (last && r) p.give(slot, sums_at(r - ROWS), first + r - ROWS, ROWS, panel);  // beside the tiles
             for (int64_t j = 32; j < inputs; j += 32) {
                 x += p.x.step_bytes, w += STEP_BYTES;
                 following.step();
                 multiply<true, WIDE>(x, p.x, w);
-                if (last && r && j == give_at) p.give(slot, sums_at(r - ROWS), first + r - ROWS, ROWS, panel);
             }
-            if (last && r && inputs <= give_at) p.give(slot, sums_at(r - ROWS), first + r - ROWS, ROWS, panel);
         }
     }
     end<true>(before);
