@@ -223,38 +223,40 @@ class PreparedCompiler:
     to load, holds the interpreter lock meanwhile, and most first requests have no grammar.
 
     Args:
-        make: makes it, on the first `compile` or after `delay`; what it raises, every `compile` raises.
+        make: makes it, on the first `compile` or after `delay`. What it raises, that `compile` raises, and the next one
+            tries again.
         delay: seconds.
     """
 
     def __init__(self, make: Callable[[], GrammarCompiler], delay: float = GRAMMAR_DELAY) -> None:
-        self._made: Future[GrammarCompiler] = Future()
         self._make = make
         self._lock = threading.Lock()
-        self._started = False
+        self._made: Future[GrammarCompiler] | None = None
+        self._told = False
         timer = threading.Timer(delay, self._start)
         timer.daemon = True  # the interpreter does not wait for what nobody asked for
         timer.start()
 
-    def _start(self) -> None:
+    def _start(self) -> Future[GrammarCompiler]:
         with self._lock:
-            if self._started:
-                return
-            self._started = True
-        # No daemon, as its maker is: the interpreter must not end in the middle of an import.
-        threading.Thread(target=self._run, name="grammar-library", daemon=False).start()
+            if self._made is None or (self._made.done() and self._made.exception() is not None):
+                self._made = Future()
+                # No daemon, as its maker is: the interpreter must not end in the middle of an import.
+                threading.Thread(target=self._run, args=(self._made,), name="grammar-library", daemon=False).start()
+            return self._made
 
-    def _run(self) -> None:
+    def _run(self, made: Future[GrammarCompiler]) -> None:
         try:
-            self._made.set_result(self._make())
+            made.set_result(self._make())
         except BaseException as error:
-            logger.exception("grammars cannot be compiled")
-            self._made.set_exception(error)
+            if not self._told:
+                logger.exception("grammars cannot be compiled")
+            self._told = True
+            made.set_exception(error)
 
     def compile(self, guided: Mapping[str, Any]) -> CompiledGrammar:
         """As GrammarCompiler.compile; waits until it is there."""
-        self._start()
-        return self._made.result().compile(guided)
+        return self._start().result().compile(guided)
 
 
 def _compiler(tokenizer: Tokenizer) -> PreparedCompiler:

@@ -16,7 +16,7 @@ QUANTIZATION = ("auto", "none", "q8", "q4")
 NUMERICS = ("invariant", "fast")
 METHODS = ("suffix", "draft_model")
 PREEMPTION = ("auto", "swap", "recompute")
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_bytes(value: str | int, name: str = "kv_memory", least: int = 1) -> int:
@@ -32,6 +32,11 @@ def parse_bytes(value: str | int, name: str = "kv_memory", least: int = 1) -> in
 def _whole(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name}: {value!r} must be a whole number from {low} to {high}", param=name)
+
+
+def _switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: {value!r} must be true or false", param=name)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -74,6 +79,7 @@ class SpeculationConfig:
         for i, method in enumerate(methods):
             _one_of(f"speculation.methods[{i}]", method, METHODS)
         object.__setattr__(self, "methods", tuple(methods))
+        _switch("speculation.adaptive", self.adaptive)
         _whole("speculation.num_speculative_tokens", self.num_speculative_tokens, 1, 64)
         _whole("speculation.prompt_lookup_min", self.prompt_lookup_min, 1, 64)
         _whole("speculation.prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min, 64)
@@ -174,6 +180,7 @@ class EngineConfig:
 
     def _check_policies(self) -> None:
         _one_of("preemption", self.preemption, PREEMPTION)
+        _switch("prefix_cache", self.prefix_cache)
         object.__setattr__(self, "swap_memory", parse_bytes(self.swap_memory, "swap_memory", least=0))
         if self.preemption == "swap" and self.swap_memory == 0:
             raise ConfigError('swap_memory: preemption "swap" needs host memory; give some', param="swap_memory")

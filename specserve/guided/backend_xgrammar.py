@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from specserve.core.imports import TRANSFORMERS
 from specserve.guided.masks import Mask, row_of
 from specserve.guided.vocabulary import Vocabulary
 
@@ -23,7 +24,8 @@ class XGrammarBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         # Imported here: it takes seconds and brings torch along.
-        import xgrammar
+        with TRANSFORMERS:
+            import xgrammar
 
         self.vocabulary = vocabulary
         self._module = xgrammar

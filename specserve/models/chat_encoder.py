@@ -13,6 +13,7 @@ import jinja2
 import tokenizers
 
 from specserve.core.errors import InvalidRequestError
+from specserve.core.imports import TRANSFORMERS
 from specserve.models.chat import checked_messages
 
 # Arguments of transformers' apply_chat_template that are not variables of the template.
@@ -57,13 +58,14 @@ class ChatEncoder:
                 "messages: this model has no chat template; give a text prompt instead", param="messages"
             )
         try:
-            text = self._hf.apply_chat_template(
-                values["messages"],
-                tools=values["tools"],
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **values["options"],
-            )
+            with TRANSFORMERS:
+                text = self._hf.apply_chat_template(
+                    values["messages"],
+                    tools=values["tools"],
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **values["options"],
+                )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             # A template's own words ("roles must alternate") are about its rules, not about the texts.
             reason = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__

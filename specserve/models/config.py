@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from specserve.core.errors import ModelLoadError
+from specserve.core.imports import TRANSFORMERS
 from specserve.models.info import ModelInfo
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -121,7 +122,8 @@ def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return 1.0 / (rope.get("rope_theta", 10000.0) ** exponent), 1.0
     # Imported here: it takes longer than a packed model to load.
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    with TRANSFORMERS:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return inv_freq.float(), float(scale)

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
 from specserve.core.errors import ModelLoadError
+from specserve.core.imports import TRANSFORMERS
 from specserve.kernels.cpu.packing import Kind
 from specserve.models.config import ModelConfig
 from specserve.models.gguf_file import GGUFFile, GGUFTensor
@@ -68,10 +69,13 @@ def gguf_config(file: GGUFFile) -> Any:
         ModelLoadError: an architecture or feature that is not supported, named; or metadata that is missing.
     """
     # Imported here: it takes longer than a packed model to load.
-    import transformers
+    with TRANSFORMERS:
+        import transformers
 
     values = _config_values(file)
-    return getattr(transformers, CONFIGS[file.architecture])(**values)
+    with TRANSFORMERS:
+        kind = getattr(transformers, CONFIGS[file.architecture])
+    return kind(**values)
 
 
 def _config_values(file: GGUFFile) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from specserve.core.errors import ModelLoadError
+from specserve.core.imports import TRANSFORMERS
 from specserve.models.gguf_file import GGUFFile
 from specserve.models.home import home, locked, remove, remove_leftovers
 from specserve.models.tokenizer import Tokenizer
@@ -52,9 +53,10 @@ class KeptTokenizer:
     @cached_property
     def full(self) -> Any:
         """transformers' own; fetched once."""
-        from transformers import PreTrainedTokenizerFast
+        with TRANSFORMERS:
+            from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
+            return PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -119,7 +121,8 @@ def _converted(file: GGUFFile) -> Any:
     if "tokenizer.ggml.tokens" not in file.metadata:
         raise ModelLoadError(f"tokenizer: {file.path.name} has no tokenizer in it", param="model")
     # Imported here: it takes longer than a packed model to load.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    with TRANSFORMERS:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         hf = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)

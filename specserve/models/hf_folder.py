@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specserve.core.errors import ModelLoadError
+from specserve.core.imports import TRANSFORMERS
 from specserve.kernels.cpu.packing import Kind
 from specserve.models.checkpoint import some
 from specserve.models.packed_cache import Source
@@ -31,7 +32,8 @@ def folder_config(folder: Path) -> Any:
         ModelLoadError: config.json is missing, damaged, or of a kind that this transformers does not know.
     """
     # Imported here: the Auto classes take a quarter of a second, as long as a packed model to load.
-    from transformers import AutoConfig
+    with TRANSFORMERS:
+        from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -13,6 +13,7 @@ import torch
 
 from specserve.core.config import QUANTIZATION
 from specserve.core.errors import ModelLoadError
+from specserve.core.imports import TRANSFORMERS
 from specserve.kernels.cpu.native import library
 from specserve.models.batch import ForwardBatch
 from specserve.models.checkpoint import check_shapes, family_shapes, fit_weights
@@ -141,7 +142,8 @@ def _load_folder(source: ModelSource, options: Options) -> LoadedModel:
     reason = unsupported(hf_config)
     if reason is not None:
         # Imported here: transformers' models take longer to import than a model of the family takes to load.
-        from specserve.models.hf import TransformersModel
+        with TRANSFORMERS:
+            from specserve.models.hf import TransformersModel
 
         _log.info("%s: %s; running it through transformers in %s", source.name, reason, options.dtype)
         model = TransformersModel.from_folder(

@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from specserve.core.errors import InvalidRequestError, ModelLoadError
+from specserve.core.imports import TRANSFORMERS
 from specserve.models.chat import check_text
 from specserve.models.chat_encoder import ChatEncoder
 from specserve.models.token_bytes import byte_table
@@ -148,7 +149,8 @@ def folder_tokenizer(folder: Path, name: str) -> Tokenizer:
         ModelLoadError: there is none, or it cannot be read.
     """
     # Imported here: the Auto classes take a quarter of a second, as long as a packed model to load.
-    from transformers import AutoTokenizer
+    with TRANSFORMERS:
+        from transformers import AutoTokenizer
 
     try:
         hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

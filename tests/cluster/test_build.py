@@ -22,6 +22,9 @@ from tests.fakes.tiny import EOS_ID, tiny_llama_folder
 
 PROMPTS = [tuple(range(20 + i, 44 + 3 * i)) * 2 for i in range(4)]
 
+# With what is made of it once.
+DEMO_HERE = (home() / "demo").exists() and any((home() / "tokenizers").glob("*/specserve.json"))
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -227,6 +230,26 @@ def test_a_compiler_that_cannot_be_made_fails_grammars_alone(caplog):
     assert len(caplog.records) == 1
 
 
+def test_a_compiler_that_could_not_be_made_is_tried_again():
+    tries = []
+
+    class Made:
+        def compile(self, guided):
+            return guided["choice"]
+
+    def make():
+        tries.append(None)
+        if len(tries) == 1:
+            raise ImportError("not yet")
+        return Made()
+
+    compiler = PreparedCompiler(make, delay=3600.0)
+    with pytest.raises(ImportError, match="not yet"):
+        compiler.compile({"choice": "a"})
+    assert compiler.compile({"choice": "a"}) == "a"
+    assert len(tries) == 2
+
+
 def test_the_interpreter_waits_for_the_compiler_that_a_daemon_makes():
     """Threads are daemons where their maker is: the timer is, and an end in the middle of an import can crash."""
     seen = []
@@ -269,6 +292,27 @@ if len(sys.argv) > 1:
     assert load_tokenizer("demo").encode("a")
 print([name for name in ("transformers", "xgrammar", "huggingface_hub") if name in sys.modules])
 """
-    arguments = ["demo"] if (home() / "demo").exists() and any((home() / "tokenizers").glob("*/specserve.json")) else []
+    arguments = ["demo"] if DEMO_HERE else []
     run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+@pytest.mark.skipif(not DEMO_HERE, reason="the demo model is not here")
+def test_the_first_chat_and_the_first_grammar_may_come_together():
+    """Both import transformers, which is not made for two threads at once."""
+    code = """
+import threading
+from specserve import LLM, SamplingParams
+with LLM("demo", kv_memory="64MiB") as llm:
+    params = SamplingParams(max_tokens=1)
+    hello = [{"role": "user", "content": "Hi"}]
+    chats = [threading.Thread(target=llm.generate, args=(hello, params)) for _ in range(3)]
+    for chat in chats:
+        chat.start()
+    print(len(llm.generate("x", SamplingParams(guided={"regex": "[a-f]{3}"}))[0].text))
+    for chat in chats:
+        chat.join()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "3\n"
+    assert "Error" not in run.stderr

@@ -12,7 +12,8 @@ from specserve.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("2GiB", 2**31), ("512 MB", 512 * 10**6), ("1.5kib", 1536), (4096, 4096), ("64", 64)]
+    ("text", "size"),
+    [("2GiB", 2**31), ("512 MB", 512 * 10**6), ("1.5kib", 1536), ("1 TiB", 2**40), (4096, 4096), ("64", 64)],
 )
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
@@ -33,6 +34,9 @@ def test_bad_sizes(text: Any) -> None:
         ({"quantization": None}, "quantization"),
         ({"quantization": "q4", "dtype": "float32"}, "quantization"),
         ({"numerics": "sloppy"}, "numerics"),
+        ({"prefix_cache": "off"}, "prefix_cache"),
+        ({"prefix_cache": 0}, "prefix_cache"),
+        ({"speculation": {"methods": ["suffix"], "adaptive": "no"}}, "speculation.adaptive"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": 1.5}, "block_size"),
         ({"max_batched_tokens": 0}, "max_batched_tokens"),
