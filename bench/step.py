@@ -97,12 +97,12 @@ class Load:
 
         options = {"model": "demo", "kv_memory": "512MiB", "speculation": None}
         self.engine = build_engine(EngineConfig.from_dict(options))
-        runner = self.engine._executor._target  # type: ignore[attr-defined]  # the seam where forwards can be timed
+        runner = self.engine.executor._target  # type: ignore[attr-defined]  # the seam where forwards can be timed
         self.model = runner.model = Timed(runner.model, stub)
         self._numbers = itertools.count()
         heap.freeze()  # as an engine process does
         heap.collapse()
-        self.engine.populate()
+        self.engine.executor.populate()
 
     def measure(self, options: dict[str, Any], width: int, steps: int) -> list[float]:
         """Seconds between the forwards of so many steps with `width` decoding requests."""

@@ -32,7 +32,7 @@ class Specserve:
         self._engine = build_engine(self._config)
         heap.freeze()  # as its own process does
         heap.collapse()
-        self._engine.populate()
+        self._engine.executor.populate()
         self._count = 0
         self._numbers: dict[str, int] = {}
 

@@ -192,7 +192,9 @@ def settle(engine: Engine) -> None:
     if hasattr(os, "SCHED_IDLE"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0 is this thread alone
-    engine.populate()
+    populate = getattr(engine.executor, "populate", None)  # not every executor has memory of its own here
+    if populate is not None:
+        populate()
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ class Engine:
         self.kv = kv
         self.metrics = Metrics()
         self.watchdog = Watchdog()
-        self._executor = executor
+        self.executor = executor
         self._drafting = Drafting(drafter, controller, limits.num_speculative_tokens, vocabulary.vocab_size)
         self._compiling: CompilePool | None = None
         if compiler is not None:
@@ -144,10 +144,6 @@ class Engine:
             counters=metrics.snapshot(),
         )
 
-    def populate(self) -> None:
-        """Take the memory that the executor uses sooner or later, from any thread; see LocalExecutor.populate."""
-        getattr(self._executor, "populate", lambda: None)()
-
     def close(self) -> None:
         """Free everything. Requests still alive get no further event: whoever drives the loop tells their owners."""
         if self._closed:
@@ -158,7 +154,7 @@ class Engine:
         for live in list(self._live.values()):
             self._live.remove(live)
         self._masks.close()
-        self._executor.close()
+        self.executor.close()
 
     # Requests in and out.
 
@@ -225,9 +221,9 @@ class Engine:
             guided = self._live.num_guided > 0
             if guided:
                 self._masks.begin(plan, self._live)
-            self._executor.forward(plan)
+            self.executor.forward(plan)
             masks, failed = self._masks.finish(plan, self._live) if guided else ({}, {})
-            result = self._executor.sample(plan, masks)
+            result = self.executor.sample(plan, masks)
             if [o.request_id for o in result.outputs] != [r.request_id for r in plan.requests]:
                 raise SpecserveError("the executor's outputs are not those of its plan")
             settled = settle(plan, result, self._live, failed, self.vocabulary.token_bytes)

@@ -124,9 +124,9 @@ def test_host_memory_of_every_pool(folder):
     engine = build_engine(config(folder, speculation, swap_memory="1MiB"), lambda *args: told.append(args[2]))
     blocks = engine.kv.host.num_blocks
     assert engine.kv.draft_host.num_blocks == blocks == engine.kv.target.num_blocks > 0
-    assert [runner.host.num_blocks for runner in engine._executor._runners] == [blocks, blocks]
+    assert [runner.host.num_blocks for runner in engine.executor._runners] == [blocks, blocks]
     assert any(what.endswith(f"host: {blocks * 8:,} tokens") for what in told)
-    assert 0 < engine._executor.measure_swap() < math.inf
+    assert 0 < engine.executor.measure_swap() < math.inf
     engine.close()
 
 
@@ -135,7 +135,7 @@ def test_without_host_memory(folder, options):
     engine = build_engine(config(folder, **options))
     assert engine.kv.host.num_blocks == 0
     assert engine.kv.draft_host is None
-    assert [runner.host.num_blocks for runner in engine._executor._runners] == [0]
+    assert [runner.host.num_blocks for runner in engine.executor._runners] == [0]
     engine.close()
 
 

@@ -5,6 +5,7 @@ import mmap
 import os
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,11 +66,11 @@ def test_memory_is_taken_by_a_thread_that_takes_no_time_from_others(monkeypatch)
     monkeypatch.setattr(heap, "collapse", lambda: 0)
     seen = []
 
-    class Engine:
+    class Executor:
         def populate(self):
             seen.append(os.sched_getscheduler(0))
 
-    thread = threading.Thread(target=child.settle, args=(Engine(),))
+    thread = threading.Thread(target=child.settle, args=(SimpleNamespace(executor=Executor()),))
     thread.start()
     thread.join(60)
     assert seen == [os.SCHED_IDLE]
