@@ -14,7 +14,7 @@ if __name__.partition(".")[0] == "kernels":
 
 HUGE_PAGE = 2 << 20  # bytes
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
-_AT_A_TIME = 16 << 20  # bytes of one call: others who want memory of the process wait for it
+_AT_A_TIME = HUGE_PAGE  # bytes of one call: others who map memory wait for it, and it may be done by an idle thread
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 
 
