@@ -186,7 +186,7 @@ def run(lifeline: int) -> int:
 def settle(engine: Engine) -> None:
     """Move the heap to huge pages; then take the KV caches' memory while the CPUs have nothing else to do.
 
-    A virtual machine may have to be given each page by its host: a good part of a prompt's time, where blocks are new.
+    A virtual machine may have to be given each page by its host, which the prompts that use new blocks would wait for.
     """
     heap.collapse()
     if hasattr(os, "SCHED_IDLE"):

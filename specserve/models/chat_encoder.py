@@ -58,7 +58,7 @@ class ChatEncoder:
                 "messages: this model has no chat template; give a text prompt instead", param="messages"
             )
         try:
-            with TRANSFORMERS:
+            with TRANSFORMERS:  # which may be imported for the first time by this
                 text = self._hf.apply_chat_template(
                     values["messages"],
                     tools=values["tools"],

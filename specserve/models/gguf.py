@@ -68,12 +68,11 @@ def gguf_config(file: GGUFFile) -> Any:
     Raises:
         ModelLoadError: an architecture or feature that is not supported, named; or metadata that is missing.
     """
+    values = _config_values(file)
     # Imported here: it takes longer than a packed model to load.
     with TRANSFORMERS:
         import transformers
 
-    values = _config_values(file)
-    with TRANSFORMERS:
         kind = getattr(transformers, CONFIGS[file.architecture])
     return kind(**values)
 

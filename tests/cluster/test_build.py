@@ -199,12 +199,15 @@ def test_a_missing_draft_model_is_told_of_its_own_option(folder, tmp_path):
     assert refused.value.param == "speculation.model"
 
 
+class Made:
+    """A compiler."""
+
+    def compile(self, guided):
+        return guided["choice"]
+
+
 def test_grammars_wait_for_the_compiler():
     making = threading.Event()
-
-    class Made:
-        def compile(self, guided):
-            return guided["choice"]
 
     def make():
         assert making.wait(60)
@@ -232,10 +235,6 @@ def test_a_compiler_that_cannot_be_made_fails_grammars_alone(caplog):
 
 def test_a_compiler_that_could_not_be_made_is_tried_again():
     tries = []
-
-    class Made:
-        def compile(self, guided):
-            return guided["choice"]
 
     def make():
         tries.append(None)
@@ -266,10 +265,6 @@ def test_the_interpreter_waits_for_the_compiler_that_a_daemon_makes():
 
 def test_a_compiler_is_made_once_when_asked_for_and_not_before():
     made = []
-
-    class Made:
-        def compile(self, guided):
-            return guided["choice"]
 
     def make():
         made.append(None)
