@@ -87,8 +87,9 @@ struct Tile {
     }
 };
 
-// Lines of the next tile, fetched a few at a time while this one is computed. The hardware sees whole blocks only as a
-// stream, and it is into its second cache that it can fetch many lines at once.
+// Lines of the next tile, fetched a few at a time while this one is computed: two of every block of keys and of values
+// in turn. Blocks are short, and the hardware takes some lines of each to see that it is a stream, which it then fetches
+// ahead, many lines at once; block after block, there would be one such stream at a time.
 class Fetch {
   public:
     // Blocks of keys and values that begin in a tile that was found; heads [first, first + heads).
@@ -109,14 +110,18 @@ class Fetch {
         } else {
             for (int64_t h = 0; h < heads && h < TILE; h++) add(tile.at[0] + (first + h) * head);
         }
+        if (count_ == 0) bytes_ = 0;
     }
 
-    // `lines` more of them.
+    // `lines` more of them, an even number.
     void steps(int lines) {
-        if (index_ == count_) return;
-        const char* p = segments_[index_] + at_;
-        for (int i = 0; i < lines; i++) __builtin_prefetch(p + i * 64, 0, 2);
-        if ((at_ += lines * 64) >= bytes_) at_ = 0, index_++;
+        if (at_ >= bytes_) return;
+        for (int i = 0; i < lines; i += 2) {
+            const char* p = segments_[index_] + at_;
+            __builtin_prefetch(p, 0, 2);
+            __builtin_prefetch(p + 64, 0, 2);
+            if (++index_ == count_) index_ = 0, at_ += 128;
+        }
     }
 
   private:
