@@ -106,6 +106,29 @@ void few_rows(const Product& p, const uint8_t* panel, int64_t first, float* sums
     end<BOTH>(sums);
 }
 
+// Hands the sums of 32 rows on, some at each step of the next rows' products: all at once, the products would wait.
+class Giving {
+  public:
+    Giving(const Product& p, int64_t panel, int slot, int64_t steps)
+        : p_(p), panel_(panel), each_((ROWS + steps - 1) / steps), slot_(slot) {}
+
+    void begin(const float* sums, int64_t row) { sums_ = sums, row_ = row, left_ = ROWS; }
+    void step() { some(each_ < left_ ? each_ : left_); }
+    void end() { some(left_); }
+
+  private:
+    void some(int64_t rows) {
+        if (rows == 0) return;
+        p_.give(slot_, sums_, row_, rows, panel_);
+        sums_ += rows * PANEL, row_ += rows, left_ -= rows;
+    }
+
+    const Product& p_;
+    const float* sums_ = nullptr;
+    int64_t panel_, each_, row_ = 0, left_ = 0;
+    int slot_;
+};
+
 template <bool WIDE>
 void many_rows(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
     alignas(64) static thread_local float sums[MOST_ROWS * PANEL];
@@ -120,6 +143,7 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t rows, int
     for (int64_t i = 0; i < p.w.k; i += depth) {
         const int64_t inputs = std::min(depth, p.w.k - i);
         const bool last = i + inputs == p.w.k;
+        Giving giving(p, panel, slot, inputs / 32);
         for (int64_t r = 0; r < rows; r += ROWS) {
             float* part = sums_at(r);
             const char* x = (const char*)p.x.at(first + r, i / 32);
@@ -127,12 +151,14 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t rows, int
             following.step();
             first_step<WIDE>(x, p.x, w, before, i ? part : nullptr);
             before = part;
-            if (last && r) p.give(slot, sums_at(r - ROWS), first + r - ROWS, ROWS, panel);  // beside the tiles
+            if (last && r) giving.begin(sums_at(r - ROWS), first + r - ROWS);
             for (int64_t j = 32; j < inputs; j += 32) {
                 x += p.x.step_bytes, w += STEP_BYTES;
                 following.step();
                 multiply<true, WIDE>(x, p.x, w);
+                giving.step();
             }
+            giving.end();
         }
     }
     end<true>(before);
