@@ -1,6 +1,6 @@
 // SwiGLU's activation: silu(gate) * up over merged rows [gate | up].
 #include "pool.h"
-#include "vec.h"
+#include "exp.h"
 
 namespace specserve {
 

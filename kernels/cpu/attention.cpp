@@ -1,6 +1,6 @@
-// Attention over a paged KV cache, one (row, KV head) at a time, with the online softmax (Milakov and Gimelshein 2018);
-// what any machine can do. Queries are float32 or bfloat16, keys and values the same or int8.
-#include "attention.h"
+// Attention over a paged KV cache, one row at a time, with the online softmax (Milakov and Gimelshein 2018); what any
+// machine can do. Queries are float32 or bfloat16, keys and values the same or int8.
+#include "attention_lanes.h"
 
 #include <algorithm>
 #include <vector>
@@ -11,297 +11,203 @@ namespace specserve {
 
 namespace {
 
-// Row j of the result is the sum of v[j]'s 16 lanes: four rounds of pairwise sums, the same tree for every j.
-inline vfloat sum_each(const vfloat* v) {
-#if !defined(__AVX512F__)
-    // Wider shuffles than the machine's would be made of scalars; the sums of one instruction set need only agree.
-    float sums[W];
-    for (int64_t i = 0; i < W; i++) sums[i] = sum(v[i]);
-    return load(sums);
-#else
-    vfloat a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++) {
-        vfloat x = v[i], y = v[i + 8];
-        a[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 4; i++) {
-        vfloat x = a[i], y = a[i + 4];
-        b[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 2; i++) {
-        vfloat x = b[i], y = b[i + 2];
-        c[i] = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    vfloat x = c[0], y = c[1];
-    return __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-           __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-#endif
-}
+constexpr int64_t MOST_UNITS = 8;  // of one item
 
-// What the softmax has summed up of some keys for one query head.
-struct Sums {
-    vfloat out[MAX_VECTORS];
-    float top, total;
-
-    void clear(int vectors) {
-        top = -INFINITY, total = 0.0f;
-        for (int i = 0; i < vectors; i++) out[i] = vfloat{};
-    }
+// What one thread computes at once: units [first, first + count) of a row, over all pieces or, where `piece` is not -1,
+// over that one alone.
+struct Item {
+    int64_t row, first, count, piece;
 };
 
-// Running state of H query heads that share one KV head.
-template <int H>
-struct State {
-    vfloat q[H][MAX_VECTORS];
-    Sums sums[H];
-    float p[H][TILE];
-    float factors[TILE], shares[TILE];  // of int8: what scores and weights are multiplied by
+struct Scratch {
+    Unit units[MOST_UNITS];
+    LaneWork work;
 };
 
-// Where one tile's keys and values of one KV head are.
-template <typename T>
-struct Place {
-    Tile tile;
-    const T *keys, *values;  // of the first token of the cache
-    int64_t from, to;
-
-    void find(const Row& row, int64_t at, const AttentionArgs& a) {
-        from = row.begin > at ? row.begin - at : 0, to = row.end - at < TILE ? row.end - at : TILE;
-        tile.find<T>(row, at, from, to, a);
-    }
-};
-
-// Lines of `vectors` vectors from p.
-template <typename T>
-inline void prefetch(const T* p, int vectors) {
-    for (int i = 0; i < vectors; i += 64 / (int)(W * sizeof(T))) __builtin_prefetch(p + i * W);
-}
-
-// Scores of the keys of one tile into s.p; -inf for those that are not seen.
-template <typename T, int H, int V>
-inline void scores(State<H>& s, const Place<T>& here, const Place<T>& next, int dim_vectors) {
-    const int vectors = V ? V : dim_vectors;
-    const int64_t from = here.from, to = here.to;
-    for (int64_t group = 0; group < TILE; group += W) {
-        if (group + W <= from || group >= to) {
-            for (int h = 0; h < H; h++) store(s.p[h] + group, splat(-INFINITY));
-            continue;
-        }
-        vfloat dots[H][W];
-        if (group < from || group + W > to) std::memset(dots, 0, sizeof dots);
-        for (int64_t j = group < from ? from - group : 0; j < W && group + j < to; j++) {
-            const T* k = here.keys + here.tile.at[group + j];
-            prefetch(next.keys + next.tile.at[group + j], vectors);
-            vfloat dot[H] = {};
-            for (int i = 0; i < vectors; i++) {
-                vfloat x = load(k + i * W);
-                for (int h = 0; h < H; h++) dot[h] += s.q[h][i] * x;
-            }
-            for (int h = 0; h < H; h++) dots[h][j] = dot[h];
-        }
-        for (int h = 0; h < H; h++) {
-            vfloat x = sum_each(dots[h]);
-            if (sizeof(T) == 1) x *= load(s.factors + group);
-            vint key = vint{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)group;
-            vint seen = within(key, (int32_t)from, (int32_t)to);
-            store(s.p[h] + group, select(seen, x, splat(-INFINITY)));
-        }
-    }
-}
-
-// One tile's part of the online softmax: rescale what was summed so far, turn scores into weights.
-template <typename T, int H>
-inline void rescale(State<H>& s, int vectors) {
-    for (int h = 0; h < H; h++) {
-        Sums& sums = s.sums[h];
-        vfloat x[4];
-        for (int i = 0; i < 4; i++) x[i] = load(s.p[h] + i * W);
-        float top = max(max(max(x[0], x[1]), max(x[2], x[3])));
-        top = sums.top > top ? sums.top : top;
-        float keep = exp(splat(sums.top - top))[0];
-        vfloat total = {};
-        for (int i = 0; i < 4; i++) {
-            x[i] = exp(x[i] - top);
-            store(s.p[h] + i * W, sizeof(T) == 1 ? x[i] * load(s.shares + i * W) : x[i]);
-            total += x[i];
-        }
-        sums.total = sums.total * keep + sum(total);
-        sums.top = top;
-        for (int i = 0; i < vectors; i++) sums.out[i] *= keep;
-    }
-}
-
-// out += weights * V, N vectors of the head at a time so that the sums stay in registers.
-template <typename T, int H, int N>
-inline void add_values(State<H>& s, const Place<T>& here, const Place<T>& next, int first) {
-    vfloat out[H][N];
-    for (int h = 0; h < H; h++)
-        for (int i = 0; i < N; i++) out[h][i] = s.sums[h].out[first + i];
-    for (int64_t j = here.from; j < here.to; j++) {
-        const T* v = here.values + here.tile.at[j] + first * W;
-        prefetch(next.values + next.tile.at[j] + first * W, N);
-        vfloat x[N];
-        for (int i = 0; i < N; i++) x[i] = load(v + i * W);
-        for (int h = 0; h < H; h++)
-            for (int i = 0; i < N; i++) out[h][i] += s.p[h][j] * x[i];
-    }
-    for (int h = 0; h < H; h++)
-        for (int i = 0; i < N; i++) s.sums[h].out[first + i] = out[h][i];
-}
-
-inline void find_scales(float*, float*, const Place<float>&) {}
-inline void find_scales(float*, float*, const Place<bf16>&) {}
-
-inline void find_scales(float* factors, float* shares, const Place<int8_t>& p) {
-    for (int64_t j = 0; j < TILE; j++) {
-        factors[j] = shares[j] = 0.0f;
-        if (j < p.from || j >= p.to) continue;
-        std::memcpy(factors + j, p.keys + p.tile.scale_at[j], sizeof(float));
-        std::memcpy(shares + j, p.values + p.tile.scale_at[j], sizeof(float));
-    }
-}
-
-// Adds the sums of a later piece; the first is taken as it is. Never inlined: all callers have the same instructions, and so the same roundings.
-__attribute__((noinline)) void add_piece(Sums& whole, const Sums& piece, int vectors) {
-    if (piece.top == -INFINITY) return;
-    if (whole.top == -INFINITY) {
-        whole = piece;
-        return;
-    }
-    float top = whole.top > piece.top ? whole.top : piece.top;
-    vfloat before = exp(splat(whole.top - top)), after = exp(splat(piece.top - top));
-    whole.total = whole.total * before[0] + piece.total * after[0];
-    whole.top = top;
-    for (int i = 0; i < vectors; i++) whole.out[i] = whole.out[i] * before + piece.out[i] * after;
-}
-
-template <typename Q>
-inline void write(const Sums& whole, Q* out, int vectors) {
-    for (int i = 0; i < vectors; i++) store(out + i * W, whole.out[i] / whole.total);
-}
-
-// One call's arguments.
+// One call's arguments, and how its work is cut up.
 template <typename Q, typename T>
 struct Call {
     const Q* q;
     const T *keys, *values;
     Q* out;
     const AttentionArgs& a;
-    Sums* sums;      // [rows, q_heads, pieces] where pieces are computed apart, else null
-    int64_t pieces;  // of the longest row
+    int64_t shared, sets;     // query heads of a KV head, units of a KV head
+    int64_t most;             // units of an item
+    int64_t pieces;           // of the longest row, where pieces are computed apart
+    HeadSums* sums = nullptr;  // [rows, q_heads, pieces] then
+
+    Call(const Q* q, const T* keys, const T* values, Q* out, const AttentionArgs& a)
+        : q(q), keys(keys), values(values), out(out), a(a), shared(a.q_heads / a.kv_heads),
+          sets((shared + MOST_HEADS - 1) / MOST_HEADS), most(std::min(MOST_UNITS, units())), pieces(1) {}
+
+    int64_t units() const { return a.kv_heads * sets; }
+    int64_t runs() const { return (units() + most - 1) / most; }  // items of a row and a piece
+    int64_t count() const { return a.rows * runs() * pieces; }
+    // Neighbours in memory follow each other.
+    Item item(int64_t i) const {
+        const int64_t first = i / pieces % runs() * most;
+        return {i / pieces / runs(), first, std::min(most, units() - first), sums ? i % pieces : -1};
+    }
+    HeadSums& sums_of(int64_t row, int64_t head, int64_t piece) const {
+        return sums[(row * a.q_heads + head) * pieces + piece];
+    }
 };
 
-// The sums of one piece into s.sums.
-template <typename T, int H, int V>
-void attend_piece(State<H>& s, const T* keys, const T* values, const Row& row, int64_t piece, int dim_vectors,
-                  const AttentionArgs& a) {
-    const int vectors = V ? V : dim_vectors;
-    for (int h = 0; h < H; h++) s.sums[h].clear(vectors);
-    int64_t at = piece * PIECE, end = row.end - at < PIECE ? row.end : at + PIECE;
-    if (at < row.begin / TILE * TILE) at = row.begin / TILE * TILE;
-    Place<T> places[2] = {{{}, keys, values, 0, 0}, {{}, keys, values, 0, 0}};
-    Place<T>*here = places, *next = places + 1;  // `next` is fetched while `here` is computed
-    if (at < end) here->find(row, at, a);
-    for (; at < end; at += TILE) {
-        if (at + TILE < end) next->find(row, at + TILE, a);
-        const Place<T>& fetched = at + TILE < end ? *next : *here;
-        find_scales(s.factors, s.shares, *here);
-        scores<T, H, V>(s, *here, fetched, vectors);
-        rescale<T, H>(s, vectors);
-        int i = 0;
-        for (; i + 4 <= vectors; i += 4) add_values<T, H, 4>(s, *here, fetched, i);
-        for (; i < vectors; i++) add_values<T, H, 1>(s, *here, fetched, i);
-        std::swap(here, next);
+template <typename Q>
+void begin_unit(Unit& u, const Q* q, int64_t row, int64_t unit, int64_t sets, int64_t shared, const AttentionArgs& a) {
+    const int64_t set = unit % sets * MOST_HEADS;
+    u.kv_head = unit / sets, u.head = u.kv_head * shared + set, u.heads = (int)std::min<int64_t>(MOST_HEADS, shared - set);
+    for (int h = 0; h < u.heads; h++) {
+        for (int64_t i = 0; i < a.dim; i += W)
+            store(u.q[h] + i, load(q + row * a.q_stride + (u.head + h) * a.dim + i) * a.scale);
+        u.whole[h].clear(a.dim), u.piece[h].clear(a.dim);
     }
 }
 
-// H query heads of one row from `head` on: one piece, or all of them where `piece` is -1.
-template <typename Q, typename T, int H, int V>
-void attend(const Call<Q, T>& c, int64_t row, int64_t kv_head, int64_t head, int64_t piece) {
-    const AttentionArgs& a = c.a;
-    const int vectors = V ? V : (int)(a.dim / W);
-    State<H> s;
-    for (int h = 0; h < H; h++)
-        for (int i = 0; i < vectors; i++)
-            s.q[h][i] = load(c.q + row * a.q_stride + (head + h) * a.dim + i * W) * a.scale;
-    const Row seen = row_of(row, a);
-    const int64_t offset = kv_head * head_elements<T>(a.cache());
-    const T *keys = c.keys + offset, *values = c.values + offset;
-    if (piece >= 0) {
-        if (piece * PIECE >= seen.end || (piece + 1) * PIECE <= seen.begin) return;
-        attend_piece<T, H, V>(s, keys, values, seen, piece, vectors, a);
-        for (int h = 0; h < H; h++) c.sums[(row * a.q_heads + head + h) * c.pieces + piece] = s.sums[h];
-        return;
+template <typename T, int DIM>
+constexpr decltype(&attend_tile<T, 1, DIM>) WAYS[MOST_HEADS] = {attend_tile<T, 1, DIM>, attend_tile<T, 2, DIM>,
+                                                                attend_tile<T, 3, DIM>, attend_tile<T, 4, DIM>};
+
+// The tiles of one item, one after the other for all of its units.
+template <typename Q, typename T>
+class Attend {
+  public:
+    // `next` is the item that the thread most likely takes then, or null.
+    Attend(const Call<Q, T>& call, const Item& item, const Item* next)
+        : c_(call), a_(call.a), item_(item), next_(next), row_(row_of(item.row, call.a)) {
+        for (int64_t i = 0; i < item.count; i++)
+            begin_unit(s_.units[i], c_.q, item.row, item.first + i, c_.sets, c_.shared, a_);
     }
-    Sums whole[H];
-    for (int h = 0; h < H; h++) whole[h].clear(vectors);
-    for (piece = seen.begin / PIECE; piece * PIECE < seen.end; piece++) {
-        attend_piece<T, H, V>(s, keys, values, seen, piece, vectors, a);
-        for (int h = 0; h < H; h++) add_piece(whole[h], s.sums[h], vectors);
+
+    void run() {
+        const auto& ways = a_.dim == 64 ? WAYS<T, 64> : a_.dim == 128 ? WAYS<T, 128> : WAYS<T, 0>;
+        const int64_t first = from(item_, row_), end = to(item_, row_);
+        Place places[2], *here = places, *next = places + 1;  // `next` is fetched while `here` is computed
+        if (first < end) here->find<T>(row_, first, a_);
+        for (int64_t at = first; at < end; at += TILE) {
+            if (at % PIECE == 0 && at > first) end_piece();
+            Fetch fetch;
+            if (at + TILE < end) {
+                next->find<T>(row_, at + TILE, a_);
+                start(fetch, *next, item_, at + TILE);
+            } else if (next_) {
+                look_ahead(fetch, *next);
+            }
+            for (int64_t i = 0; i < item_.count; i++) {
+                Unit& u = s_.units[i];
+                const int64_t head = u.kv_head * head_elements<T>(a_.cache());
+                ways[u.heads - 1](s_.work, u, c_.keys + head, c_.values + head, *here, fetch, a_.dim);
+            }
+            std::swap(here, next);
+        }
+        end_piece();
+        give();
     }
-    for (int h = 0; h < H; h++) write(whole[h], c.out + (row * a.q_heads + head + h) * a.dim, vectors);
+
+  private:
+    // Where the first and behind the last tile of an item are.
+    static int64_t from(const Item& item, const Row& row) { return std::max(row.begin, item.piece * PIECE) / TILE * TILE; }
+    static int64_t to(const Item& item, const Row& row) {
+        return item.piece < 0 ? row.end : std::min(row.end, (item.piece + 1) * PIECE);
+    }
+
+    void start(Fetch& fetch, const Place& place, const Item& item, int64_t at) {
+        const int64_t first = item.first / c_.sets, last = (item.first + item.count - 1) / c_.sets;
+        fetch.start(c_.keys, c_.values, place.tile, at, place.to, first, last - first + 1, a_);
+    }
+
+    // Fetches the first tile of what comes next, which nobody would fetch otherwise.
+    void look_ahead(Fetch& fetch, Place& place) {
+        const Row row = row_of(next_->row, a_);
+        const int64_t at = from(*next_, row);
+        if (at >= to(*next_, row)) return;
+        place.find<T>(row, at, a_);
+        start(fetch, place, *next_, at);
+    }
+
+    void end_piece() {
+        for (int64_t i = 0; i < item_.count; i++)
+            for (int h = 0; h < s_.units[i].heads; h++) {
+                add_piece(s_.units[i].whole[h], s_.units[i].piece[h], a_.dim);
+                s_.units[i].piece[h].clear(a_.dim);
+            }
+    }
+
+    void give();
+
+    static Scratch& scratch() {
+        static thread_local Scratch s;
+        return s;
+    }
+
+    const Call<Q, T>& c_;
+    const AttentionArgs& a_;
+    const Item& item_;
+    const Item* next_;
+    const Row row_;
+    Scratch& s_ = scratch();
+};
+
+template <typename Q>
+inline void write(const HeadSums& whole, Q* out, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += W) store(out + i, load(whole.out + i) / whole.total);
 }
 
-// The heads of one KV head, at most four together: K and V are read once for all of them.
-template <typename Q, typename T, int V>
-void attend_group(const Call<Q, T>& c, int64_t row, int64_t kv_head, int64_t piece) {
-    int64_t group = c.a.q_heads / c.a.kv_heads, head = kv_head * group;
-    while (group > 0) {
-        int64_t n = group > 4 ? 4 : group;
-        if (n == 4)
-            attend<Q, T, 4, V>(c, row, kv_head, head, piece);
-        else if (n == 3)
-            attend<Q, T, 3, V>(c, row, kv_head, head, piece);
-        else if (n == 2)
-            attend<Q, T, 2, V>(c, row, kv_head, head, piece);
-        else
-            attend<Q, T, 1, V>(c, row, kv_head, head, piece);
-        head += n, group -= n;
-    }
+template <typename Q, typename T>
+void Attend<Q, T>::give() {
+    for (int64_t i = 0; i < item_.count; i++)
+        for (int h = 0; h < s_.units[i].heads; h++) {
+            const int64_t head = s_.units[i].head + h;
+            const HeadSums& sums = s_.units[i].whole[h];
+            if (item_.piece < 0)
+                write(sums, c_.out + (item_.row * a_.q_heads + head) * a_.dim, a_.dim);
+            else
+                c_.sums_of(item_.row, head, item_.piece) = sums;
+        }
 }
 
 // Adds up pieces that were computed apart.
 template <typename Q, typename T>
 void join_pieces(const Call<Q, T>& c) {
-    const int vectors = (int)(c.a.dim / W);
+    HeadSums whole;
     for (int64_t row = 0; row < c.a.rows; row++) {
         const Row seen = row_of(row, c.a);
-        for (int64_t head = row * c.a.q_heads; head < (row + 1) * c.a.q_heads; head++) {
-            Sums whole;
-            whole.clear(vectors);
+        for (int64_t head = 0; head < c.a.q_heads; head++) {
+            whole.clear(c.a.dim);
             for (int64_t piece = seen.begin / PIECE; piece * PIECE < seen.end; piece++)
-                add_piece(whole, c.sums[head * c.pieces + piece], vectors);
-            write(whole, c.out + head * c.a.dim, vectors);
+                add_piece(whole, c.sums_of(row, head, piece), c.a.dim);
+            write(whole, c.out + (row * c.a.q_heads + head) * c.a.dim, c.a.dim);
         }
     }
 }
 
+// All pieces and KV heads of a row together, or pieces alone, or KV heads alone too, until there are enough.
+template <typename Q, typename T>
+void cut(Call<Q, T>& c, std::vector<HeadSums>& kept) {
+    const AttentionArgs& a = c.a;
+    const int64_t enough = 2 * a.threads;
+    if (a.threads <= 1 || c.count() >= 2 * enough) return;
+    for (int64_t row = 0; row < a.rows; row++) c.pieces = std::max(c.pieces, a.positions[row] / PIECE + 1);
+    if (c.count() < enough) c.most = 1;
+    const size_t sums = (size_t)(a.rows * a.q_heads * c.pieces);
+    if (kept.size() < sums) kept.resize(sums);
+    c.sums = kept.data();
+}
+
 template <typename Q, typename T>
 void attention(const Q* q, const T* keys, const T* values, Q* out, const AttentionArgs& a) {
-    static thread_local std::vector<Sums> kept;
-    Call<Q, T> c{q, keys, values, out, a, nullptr, 1};
-    const int64_t heads = a.rows * a.kv_heads;
-    const bool apart = a.threads > 1 && heads < 4 * a.threads;
-    if (apart) {
-        for (int64_t row = 0; row < a.rows; row++) c.pieces = std::max(c.pieces, a.positions[row] / PIECE + 1);
-        const size_t sums = a.rows * a.q_heads * c.pieces;
-        if (kept.size() < sums) kept.resize(sums);
-        c.sums = kept.data();
-    }
-    parallel_for(heads * c.pieces, 1, a.threads, [&](int64_t i) {
-        // Neighbours in memory follow each other.
-        int64_t row = i / c.pieces / a.kv_heads, kv_head = i / c.pieces % a.kv_heads, piece = apart ? i % c.pieces : -1;
-        if (a.dim == 64)
-            attend_group<Q, T, 4>(c, row, kv_head, piece);
-        else if (a.dim == 128)
-            attend_group<Q, T, 8>(c, row, kv_head, piece);
-        else
-            attend_group<Q, T, 0>(c, row, kv_head, piece);
+    static thread_local std::vector<HeadSums> kept;
+    Call<Q, T> c(q, keys, values, out, a);
+    cut(c, kept);
+    const int64_t count = c.count();
+    ShardedClaims claims(count, 1, a.threads);
+    run_slots(count > 1 ? a.threads : 1, [&](int slot) {
+        for (int64_t i, end; claims.next(slot, i, end);) {
+            const Item item = c.item(i), next = c.item(i + 1 < count ? i + 1 : i);
+            Attend<Q, T>(c, item, i + 1 < count ? &next : nullptr).run();
+        }
     });
-    if (apart) join_pieces(c);
+    if (c.sums) join_pieces(c);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace specserve {
 
 constexpr int64_t TILE = 64;     // keys taken at once
 constexpr int64_t PIECE = 512;   // keys whose softmax stands alone
-constexpr int MAX_VECTORS = 16;  // head_dim up to 256
+constexpr int64_t MAX_DIM = 256;
 
 struct AttentionArgs {
     int64_t rows, q_heads, kv_heads, dim, block_size;

@@ -6,6 +6,7 @@
 // bfloat16 before they meet the values, as in every attention on such units; sums are float32.
 #pragma once
 #include "attention.h"
+#include "exp.h"
 #include "tiles.h"
 #include "transpose.h"
 
@@ -15,7 +16,6 @@ namespace specserve {
 
 constexpr int64_t COLUMNS = 16, STEP = 32;  // of one tile; of dims or keys that one product takes
 constexpr int64_t PAIRS = 16;               // of 16-bit numbers in one row of a tile
-constexpr int64_t MAX_DIM = 256;
 constexpr int64_t FEW = 4;
 
 typedef uint32_t Pairs[PAIRS][COLUMNS];

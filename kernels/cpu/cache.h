@@ -4,7 +4,7 @@
 #pragma once
 #include <cmath>
 
-#include "vec.h"
+#include "lanes.h"
 
 namespace specserve {
 
@@ -14,7 +14,7 @@ struct CacheShape {
 
 inline vfloat load(const int8_t* p) {
 #ifdef __AVX512F__
-    return (vfloat)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    return load_lanes(p);
 #else
     typedef int8_t vbyte __attribute__((vector_size(16)));
     vbyte v;

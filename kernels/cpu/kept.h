@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "vec.h"
+#include "exp.h"
 
 namespace specserve {
 

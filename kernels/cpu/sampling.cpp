@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "pool.h"
-#include "vec.h"
+#include "exp.h"
 
 namespace specserve {
 

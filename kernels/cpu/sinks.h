@@ -1,5 +1,6 @@
 // Where the sums of a product go in a forward.
 #pragma once
+#include "exp.h"
 #include "operand.h"
 
 namespace specserve {
