@@ -1,5 +1,5 @@
-// Attention over a paged KV cache, one row at a time, with the online softmax (Milakov and Gimelshein 2018); what any
-// machine can do. Queries are float32 or bfloat16, keys and values the same or int8.
+// Attention over a paged KV cache with the online softmax (Milakov and Gimelshein 2018); what any machine can do. Queries
+// are float32 or bfloat16, keys and values the same or int8.
 #include "attention_lanes.h"
 
 #include <algorithm>
@@ -11,12 +11,26 @@ namespace specserve {
 
 namespace {
 
+constexpr int MOST_HEADS = 4;      // query heads of one row and KV head that are computed together
 constexpr int64_t MOST_UNITS = 8;  // of one item
 
-// What one thread computes at once: units [first, first + count) of a row, over all pieces or, where `piece` is not -1,
-// over that one alone.
+// Rows of one sequence, at positions that follow each other.
+struct Run {
+    int64_t row, rows;
+};
+
+// What one thread computes at once: units [first, first + count) of a run, over all pieces or, where `piece` is not -1,
+// over that one alone. A unit is a KV head with some of its query heads.
 struct Item {
-    int64_t row, first, count, piece;
+    Run run;
+    int64_t first, count, piece;
+};
+
+// The columns of a unit: `heads` query heads from `head` on, of each row of the run.
+struct Unit {
+    Column columns[MOST_COLUMNS];
+    int64_t kv_head, head;
+    int heads;
 };
 
 struct Scratch {
@@ -31,42 +45,34 @@ struct Call {
     const T *keys, *values;
     Q* out;
     const AttentionArgs& a;
-    int64_t shared, sets;     // query heads of a KV head, units of a KV head
-    int64_t most;             // units of an item
-    int64_t pieces;           // of the longest row, where pieces are computed apart
-    HeadSums* sums = nullptr;  // [rows, q_heads, pieces] then
-
-    Call(const Q* q, const T* keys, const T* values, Q* out, const AttentionArgs& a)
-        : q(q), keys(keys), values(values), out(out), a(a), shared(a.q_heads / a.kv_heads),
-          sets((shared + MOST_HEADS - 1) / MOST_HEADS), most(std::min(MOST_UNITS, units())), pieces(1) {}
+    const std::vector<Run>& runs;
+    int64_t shared, heads, sets;  // query heads of a KV head, at most of a unit; units of a KV head
+    int64_t most;                 // units of an item
+    int64_t pieces = 1;           // of the longest row, where pieces are computed apart
+    ColumnSums* sums = nullptr;   // [rows, q_heads, pieces] then
 
     int64_t units() const { return a.kv_heads * sets; }
-    int64_t runs() const { return (units() + most - 1) / most; }  // items of a row and a piece
-    int64_t count() const { return a.rows * runs() * pieces; }
+    int64_t items() const { return (units() + most - 1) / most; }  // of a run and a piece
+    int64_t count() const { return (int64_t)runs.size() * items() * pieces; }
     // Neighbours in memory follow each other.
     Item item(int64_t i) const {
-        const int64_t first = i / pieces % runs() * most;
-        return {i / pieces / runs(), first, std::min(most, units() - first), sums ? i % pieces : -1};
+        const int64_t first = i / pieces % items() * most;
+        return {runs[i / pieces / items()], first, std::min(most, units() - first), sums ? i % pieces : -1};
     }
-    HeadSums& sums_of(int64_t row, int64_t head, int64_t piece) const {
+    ColumnSums& sums_of(int64_t row, int64_t head, int64_t piece) const {
         return sums[(row * a.q_heads + head) * pieces + piece];
     }
 };
 
-template <typename Q>
-void begin_unit(Unit& u, const Q* q, int64_t row, int64_t unit, int64_t sets, int64_t shared, const AttentionArgs& a) {
-    const int64_t set = unit % sets * MOST_HEADS;
-    u.kv_head = unit / sets, u.head = u.kv_head * shared + set, u.heads = (int)std::min<int64_t>(MOST_HEADS, shared - set);
-    for (int h = 0; h < u.heads; h++) {
-        for (int64_t i = 0; i < a.dim; i += W)
-            store(u.q[h] + i, load(q + row * a.q_stride + (u.head + h) * a.dim + i) * a.scale);
-        u.whole[h].clear(a.dim), u.piece[h].clear(a.dim);
-    }
-}
-
 template <typename T, int DIM>
-constexpr decltype(&attend_tile<T, 1, DIM>) WAYS[MOST_HEADS] = {attend_tile<T, 1, DIM>, attend_tile<T, 2, DIM>,
-                                                                attend_tile<T, 3, DIM>, attend_tile<T, 4, DIM>};
+constexpr decltype(&attend_tile<T, 1, DIM>) WAYS[MOST_COLUMNS] = {
+    attend_tile<T, 1, DIM>, attend_tile<T, 2, DIM>, attend_tile<T, 3, DIM>, attend_tile<T, 4, DIM>,
+    attend_tile<T, 5, DIM>, attend_tile<T, 6, DIM>, attend_tile<T, 7, DIM>, attend_tile<T, 8, DIM>};
+
+template <typename Q>
+inline void write(const ColumnSums& whole, Q* out, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += W) store(out + i, load(whole.out + i) / whole.total);
+}
 
 // The tiles of one item, one after the other for all of its units.
 template <typename Q, typename T>
@@ -74,30 +80,25 @@ class Attend {
   public:
     // `next` is the item that the thread most likely takes then, or null.
     Attend(const Call<Q, T>& call, const Item& item, const Item* next)
-        : c_(call), a_(call.a), item_(item), next_(next), row_(row_of(item.row, call.a)) {
-        for (int64_t i = 0; i < item.count; i++)
-            begin_unit(s_.units[i], c_.q, item.row, item.first + i, c_.sets, c_.shared, a_);
+        : c_(call), a_(call.a), item_(item), next_(next), ways_(ways(call.a.dim)) {
+        for (int64_t r = 0; r < item.run.rows; r++) rows_[r] = row_of(item.run.row + r, a_);
+        for (int64_t i = 0; i < item.count; i++) begin(s_.units[i], item.first + i);
     }
 
     void run() {
-        const auto& ways = a_.dim == 64 ? WAYS<T, 64> : a_.dim == 128 ? WAYS<T, 128> : WAYS<T, 0>;
-        const int64_t first = from(item_, row_), end = to(item_, row_);
-        Place places[2], *here = places, *next = places + 1;  // `next` is fetched while `here` is computed
-        if (first < end) here->find<T>(row_, first, a_);
+        const int64_t first = from(item_, rows_[0]), end = to(item_, rows_[item_.run.rows - 1]);
+        Tile tiles[2], *here = tiles, *next = tiles + 1;  // `next` is fetched while `here` is computed
+        if (first < end) find(*here, first);
         for (int64_t at = first; at < end; at += TILE) {
             if (at % PIECE == 0 && at > first) end_piece();
             Fetch fetch;
             if (at + TILE < end) {
-                next->find<T>(row_, at + TILE, a_);
-                start(fetch, *next, item_, at + TILE);
+                find(*next, at + TILE);
+                fetch_tile(fetch, *next, item_, at + TILE, size(last(), at + TILE));
             } else if (next_) {
                 look_ahead(fetch, *next);
             }
-            for (int64_t i = 0; i < item_.count; i++) {
-                Unit& u = s_.units[i];
-                const int64_t head = u.kv_head * head_elements<T>(a_.cache());
-                ways[u.heads - 1](s_.work, u, c_.keys + head, c_.values + head, *here, fetch, a_.dim);
-            }
+            for (int64_t i = 0; i < item_.count; i++) tile_of(s_.units[i], *here, at, fetch);
             std::swap(here, next);
         }
         end_piece();
@@ -105,35 +106,87 @@ class Attend {
     }
 
   private:
-    // Where the first and behind the last tile of an item are.
+    static auto ways(int64_t dim) { return dim == 64 ? WAYS<T, 64> : dim == 128 ? WAYS<T, 128> : WAYS<T, 0>; }
+
+    void begin(Unit& u, int64_t unit) {
+        const int64_t set = unit % c_.sets * c_.heads;
+        u.kv_head = unit / c_.sets, u.head = u.kv_head * c_.shared + set;
+        u.heads = (int)std::min(c_.heads, c_.shared - set);
+        for (int64_t r = 0; r < item_.run.rows; r++)
+            for (int h = 0; h < u.heads; h++) {
+                Column& column = u.columns[r * u.heads + h];
+                const Q* q = c_.q + (item_.run.row + r) * a_.q_stride + (u.head + h) * a_.dim;
+                for (int64_t i = 0; i < a_.dim; i += W) store(column.q + i, load(q + i) * a_.scale);
+                column.whole.clear(a_.dim), column.piece.clear(a_.dim);
+            }
+    }
+
+    const Row& last() const { return rows_[item_.run.rows - 1]; }
+
+    // Keys that a row sees of the tile at a position.
+    static int64_t start(const Row& row, int64_t at) { return std::clamp<int64_t>(row.begin - at, 0, TILE); }
+    static int64_t size(const Row& row, int64_t at) { return std::clamp<int64_t>(row.end - at, 0, TILE); }
+
+    // The first position of an item's tiles, and the one behind the last.
     static int64_t from(const Item& item, const Row& row) { return std::max(row.begin, item.piece * PIECE) / TILE * TILE; }
     static int64_t to(const Item& item, const Row& row) {
         return item.piece < 0 ? row.end : std::min(row.end, (item.piece + 1) * PIECE);
     }
 
-    void start(Fetch& fetch, const Place& place, const Item& item, int64_t at) {
-        const int64_t first = item.first / c_.sets, last = (item.first + item.count - 1) / c_.sets;
-        fetch.start(c_.keys, c_.values, place.tile, at, place.to, first, last - first + 1, a_);
+    // Of keys that some row of the run sees: the last row's table has them all.
+    void find(Tile& tile, int64_t at) { tile.find<T>(last(), at, start(rows_[0], at), size(last(), at), a_); }
+
+    void fetch_tile(Fetch& fetch, const Tile& tile, const Item& item, int64_t at, int64_t size) {
+        const int64_t first = item.first / c_.sets, end = (item.first + item.count - 1) / c_.sets + 1;
+        fetch.start(c_.keys, c_.values, tile, at, size, first, end - first, a_);
     }
 
     // Fetches the first tile of what comes next, which nobody would fetch otherwise.
-    void look_ahead(Fetch& fetch, Place& place) {
-        const Row row = row_of(next_->row, a_);
+    void look_ahead(Fetch& fetch, Tile& tile) {
+        const Row row = row_of(next_->run.row, a_);
         const int64_t at = from(*next_, row);
         if (at >= to(*next_, row)) return;
-        place.find<T>(row, at, a_);
-        start(fetch, place, *next_, at);
+        tile.find<T>(row, at, start(row, at), size(row, at), a_);
+        fetch_tile(fetch, tile, *next_, at, size(row, at));
+    }
+
+    // All columns together where they see the same keys of the tile; else row by row, as alone.
+    void tile_of(Unit& u, const Tile& tile, int64_t at, Fetch& fetch) {
+        const int64_t head = u.kv_head * head_elements<T>(a_.cache());
+        auto attend = [&](int64_t r, int64_t rows) {
+            const int64_t from = start(rows_[r], at), to = size(rows_[r], at);
+            if (from >= to) return;
+            ways_[rows * u.heads - 1](s_.work, u.columns + r * u.heads, c_.keys + head, c_.values + head, tile, from, to,
+                                      fetch, a_.dim);
+        };
+        const int64_t rows = item_.run.rows;
+        if (start(last(), at) == start(rows_[0], at) && size(last(), at) == size(rows_[0], at)) return attend(0, rows);
+        for (int64_t r = 0; r < rows; r++) attend(r, 1);
+    }
+
+    template <typename F>
+    void each_column(const F& f) {
+        for (int64_t i = 0; i < item_.count; i++)
+            for (int64_t r = 0; r < item_.run.rows; r++)
+                for (int h = 0; h < s_.units[i].heads; h++)
+                    f(s_.units[i].columns[r * s_.units[i].heads + h], item_.run.row + r, s_.units[i].head + h);
     }
 
     void end_piece() {
-        for (int64_t i = 0; i < item_.count; i++)
-            for (int h = 0; h < s_.units[i].heads; h++) {
-                add_piece(s_.units[i].whole[h], s_.units[i].piece[h], a_.dim);
-                s_.units[i].piece[h].clear(a_.dim);
-            }
+        each_column([&](Column& column, int64_t, int64_t) {
+            add_piece(column.whole, column.piece, a_.dim);
+            column.piece.clear(a_.dim);
+        });
     }
 
-    void give();
+    void give() {
+        each_column([&](const Column& column, int64_t row, int64_t head) {
+            if (item_.piece < 0)
+                write(column.whole, c_.out + (row * a_.q_heads + head) * a_.dim, a_.dim);
+            else
+                c_.sums_of(row, head, item_.piece) = column.whole;
+        });
+    }
 
     static Scratch& scratch() {
         static thread_local Scratch s;
@@ -144,32 +197,15 @@ class Attend {
     const AttentionArgs& a_;
     const Item& item_;
     const Item* next_;
-    const Row row_;
+    const decltype(&attend_tile<T, 1, 0>)* ways_;
+    Row rows_[MOST_COLUMNS];
     Scratch& s_ = scratch();
 };
-
-template <typename Q>
-inline void write(const HeadSums& whole, Q* out, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += W) store(out + i, load(whole.out + i) / whole.total);
-}
-
-template <typename Q, typename T>
-void Attend<Q, T>::give() {
-    for (int64_t i = 0; i < item_.count; i++)
-        for (int h = 0; h < s_.units[i].heads; h++) {
-            const int64_t head = s_.units[i].head + h;
-            const HeadSums& sums = s_.units[i].whole[h];
-            if (item_.piece < 0)
-                write(sums, c_.out + (item_.row * a_.q_heads + head) * a_.dim, a_.dim);
-            else
-                c_.sums_of(item_.row, head, item_.piece) = sums;
-        }
-}
 
 // Adds up pieces that were computed apart.
 template <typename Q, typename T>
 void join_pieces(const Call<Q, T>& c) {
-    HeadSums whole;
+    ColumnSums whole;
     for (int64_t row = 0; row < c.a.rows; row++) {
         const Row seen = row_of(row, c.a);
         for (int64_t head = 0; head < c.a.q_heads; head++) {
@@ -181,9 +217,23 @@ void join_pieces(const Call<Q, T>& c) {
     }
 }
 
-// All pieces and KV heads of a row together, or pieces alone, or KV heads alone too, until there are enough.
+// Rows that share a reading, at most `most` of them. Those of a draft tree have keys of their own.
+void find_runs(std::vector<Run>& runs, int64_t most, const AttentionArgs& a) {
+    runs.clear();
+    Row before{};
+    for (int64_t r = 0; r < a.rows; r++) {
+        const Row row = row_of(r, a);
+        const bool joins = r > 0 && runs.back().rows < most && a.row_sequence[r] == a.row_sequence[r - 1] && !row.mask &&
+                           !before.mask && row.end == before.end + 1;
+        if (!joins) runs.push_back({r, 0});
+        runs.back().rows++;
+        before = row;
+    }
+}
+
+// All pieces and KV heads of a run together, or pieces alone, or KV heads alone too, until there are enough.
 template <typename Q, typename T>
-void cut(Call<Q, T>& c, std::vector<HeadSums>& kept) {
+void cut(Call<Q, T>& c, std::vector<ColumnSums>& kept) {
     const AttentionArgs& a = c.a;
     const int64_t enough = 2 * a.threads;
     if (a.threads <= 1 || c.count() >= 2 * enough) return;
@@ -196,8 +246,12 @@ void cut(Call<Q, T>& c, std::vector<HeadSums>& kept) {
 
 template <typename Q, typename T>
 void attention(const Q* q, const T* keys, const T* values, Q* out, const AttentionArgs& a) {
-    static thread_local std::vector<HeadSums> kept;
-    Call<Q, T> c(q, keys, values, out, a);
+    static thread_local std::vector<ColumnSums> kept;
+    static thread_local std::vector<Run> runs;
+    const int64_t shared = a.q_heads / a.kv_heads, heads = std::min<int64_t>(shared, MOST_HEADS);
+    const int64_t sets = (shared + heads - 1) / heads;
+    find_runs(runs, MOST_COLUMNS / heads, a);
+    Call<Q, T> c{q, keys, values, out, a, runs, shared, heads, sets, std::min(MOST_UNITS, a.kv_heads * sets)};
     cut(c, kept);
     const int64_t count = c.count();
     ShardedClaims claims(count, 1, a.threads);

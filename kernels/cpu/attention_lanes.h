@@ -1,15 +1,15 @@
-// A KV head's part of attention for one row, up to four query heads together, in the widest registers that the machine
-// has: scores, the online softmax and the weighted sum of values of one tile. K and V are read once for all of the heads.
+// A KV head's part of attention for some query heads ("columns"), in the widest registers that the machine has: scores,
+// the online softmax and the weighted sum of values of one tile. K and V are read once for all of the columns.
 #pragma once
 #include "attention.h"
 #include "exp.h"
 
 namespace specserve {
 
-constexpr int MOST_HEADS = 4;
+constexpr int MOST_COLUMNS = 8;
 
-// What the softmax has summed up of some keys for one query head.
-struct HeadSums {
+// What the softmax has summed up of some keys for one column.
+struct ColumnSums {
     float out[MAX_DIM];
     float top, total;
 
@@ -19,30 +19,15 @@ struct HeadSums {
     }
 };
 
-// Query heads [head, head + heads) of one row, which share a KV head.
-struct alignas(64) Unit {
-    float q[MOST_HEADS][MAX_DIM];
-    HeadSums piece[MOST_HEADS], whole[MOST_HEADS];  // of the piece at hand, of those before it
-    int64_t kv_head, head;
-    int heads;
+struct Column {
+    alignas(64) float q[MAX_DIM];
+    ColumnSums piece, whole;  // of the piece at hand, of those before it
 };
 
 // What one tile needs besides: used by one unit after the other.
 struct alignas(64) LaneWork {
-    float p[MOST_HEADS][TILE];          // scores, then weights
+    float p[MOST_COLUMNS][TILE];         // scores, then weights
     float factors[TILE], shares[TILE];  // of int8: what scores and weights are multiplied by
-};
-
-// Keys [from, to) of one tile of one row.
-struct Place {
-    Tile tile;
-    int64_t from, to;
-
-    template <typename T>
-    void find(const Row& row, int64_t at, const AttentionArgs& a) {
-        from = row.begin > at ? row.begin - at : 0, to = row.end - at < TILE ? row.end - at : TILE;
-        tile.find<T>(row, at, from, to, a);
-    }
 };
 
 // Lines of `numbers` numbers, as `Fetch` takes them.
@@ -53,18 +38,19 @@ constexpr int lines(int64_t numbers) {
 
 // Scores of the keys of one tile into w.p; -inf for those that are not seen. DIM is the heads' or 0.
 template <typename T, int H, int DIM>
-inline void find_scores(LaneWork& w, const Unit& u, const T* keys, const Place& here, Fetch& fetch, int64_t any_dim) {
-    const int64_t dim = DIM ? DIM : any_dim, from = here.from, to = here.to;
+inline void find_scores(LaneWork& w, const Column* columns, const T* keys, const Tile& tile, int64_t from, int64_t to,
+                        Fetch& fetch, int64_t any_dim) {
+    const int64_t dim = DIM ? DIM : any_dim;
     for (int64_t group = 0; group < TILE; group += LANES) {
         if (group + LANES <= from || group >= to) continue;
         lanes dots[H][LANES];
         if (group < from || group + LANES > to) std::memset(dots, 0, sizeof dots);
         for (int64_t j = group < from ? from - group : 0; j < LANES && group + j < to; j++) {
-            const T* k = keys + here.tile.at[group + j];
+            const T* k = keys + tile.at[group + j];
             lanes dot[H] = {};
             for (int64_t i = 0; i < dim; i += LANES) {
                 const lanes x = load_lanes(k + i);
-                for (int h = 0; h < H; h++) dot[h] += load_lanes(u.q[h] + i) * x;
+                for (int h = 0; h < H; h++) dot[h] += load_lanes(columns[h].q + i) * x;
             }
             for (int h = 0; h < H; h++) dots[h][j] = dot[h];
             fetch.steps(lines<T>(dim));
@@ -80,10 +66,10 @@ inline void find_scores(LaneWork& w, const Unit& u, const T* keys, const Place& 
 }
 
 // One tile's part of the online softmax: rescale what was summed so far, turn scores into weights.
-template <typename T>
-inline void weigh(LaneWork& w, Unit& u, int64_t dim) {
-    for (int h = 0; h < u.heads; h++) {
-        HeadSums& sums = u.piece[h];
+template <typename T, int H>
+inline void weigh(LaneWork& w, Column* columns, int64_t dim) {
+    for (int h = 0; h < H; h++) {
+        ColumnSums& sums = columns[h].piece;
         lanes x[TILE / LANES], most = load_lanes(w.p[h]);
         for (int i = 0; i < TILE / LANES; i++) x[i] = load_lanes(w.p[h] + i * LANES), most = max(x[i], most);
         const float top = sums.top > max(most) ? sums.top : max(most), keep = exp(sums.top - top);
@@ -101,12 +87,13 @@ inline void weigh(LaneWork& w, Unit& u, int64_t dim) {
 
 // out += weights * V for N registers of dims from `first` on, whose sums stay in registers.
 template <typename T, int H, int N>
-inline void add_dims(const LaneWork& w, Unit& u, const T* values, const Place& here, Fetch& fetch, int64_t first) {
+inline void add_dims(const LaneWork& w, Column* columns, const T* values, const Tile& tile, int64_t from, int64_t to,
+                     Fetch& fetch, int64_t first) {
     lanes out[H][N];
     for (int h = 0; h < H; h++)
-        for (int i = 0; i < N; i++) out[h][i] = load_lanes(u.piece[h].out + first + i * LANES);
-    for (int64_t j = here.from; j < here.to; j++) {
-        const T* v = values + here.tile.at[j] + first;
+        for (int i = 0; i < N; i++) out[h][i] = load_lanes(columns[h].piece.out + first + i * LANES);
+    for (int64_t j = from; j < to; j++) {
+        const T* v = values + tile.at[j] + first;
         lanes x[N];
         for (int i = 0; i < N; i++) x[i] = load_lanes(v + i * LANES);
         for (int h = 0; h < H; h++)
@@ -114,38 +101,41 @@ inline void add_dims(const LaneWork& w, Unit& u, const T* values, const Place& h
         fetch.steps(lines<T>(N * LANES));
     }
     for (int h = 0; h < H; h++)
-        for (int i = 0; i < N; i++) store_lanes(u.piece[h].out + first + i * LANES, out[h][i]);
+        for (int i = 0; i < N; i++) store_lanes(columns[h].piece.out + first + i * LANES, out[h][i]);
 }
 
-inline void find_scales(LaneWork&, const float*, const float*, const Place&) {}
-inline void find_scales(LaneWork&, const bf16*, const bf16*, const Place&) {}
+inline void find_scales(LaneWork&, const float*, const float*, const Tile&, int64_t, int64_t) {}
+inline void find_scales(LaneWork&, const bf16*, const bf16*, const Tile&, int64_t, int64_t) {}
 
-// keys, values: of the unit's KV head in the first block, as in all of these.
-inline void find_scales(LaneWork& w, const int8_t* keys, const int8_t* values, const Place& p) {
+inline void find_scales(LaneWork& w, const int8_t* keys, const int8_t* values, const Tile& tile, int64_t from, int64_t to) {
     for (int64_t j = 0; j < TILE; j++) {
         w.factors[j] = w.shares[j] = 0.0f;
-        if (j < p.from || j >= p.to) continue;
-        std::memcpy(w.factors + j, keys + p.tile.scale_at[j], sizeof(float));
-        std::memcpy(w.shares + j, values + p.tile.scale_at[j], sizeof(float));
+        if (j < from || j >= to) continue;
+        std::memcpy(w.factors + j, keys + tile.scale_at[j], sizeof(float));
+        std::memcpy(w.shares + j, values + tile.scale_at[j], sizeof(float));
     }
 }
 
-// One tile of one unit.
+// Keys [from, to) of one tile for H columns that see all of them. keys, values: of the KV head in the first block, as in
+// all of these.
 template <typename T, int H, int DIM>
-void attend_tile(LaneWork& w, Unit& u, const T* keys, const T* values, const Place& here, Fetch& fetch, int64_t any_dim) {
-    constexpr int AT_ONCE = LANES == 16 || H < 4 ? 4 : 2;  // registers of dims whose sums the machine has registers for
+void attend_tile(LaneWork& w, Column* columns, const T* keys, const T* values, const Tile& tile, int64_t from, int64_t to,
+                 Fetch& fetch, int64_t any_dim) {
+    // Registers of dims whose sums the machine has registers for.
+    constexpr int AT_ONCE = LANES == 16 ? (H <= 6 ? 4 : 2) : H <= 3 ? 4 : H <= 6 ? 2 : 1;
     const int64_t dim = DIM ? DIM : any_dim;
-    find_scales(w, keys, values, here);
-    find_scores<T, H, DIM>(w, u, keys, here, fetch, dim);
-    weigh<T>(w, u, dim);
+    find_scales(w, keys, values, tile, from, to);
+    find_scores<T, H, DIM>(w, columns, keys, tile, from, to, fetch, dim);
+    weigh<T, H>(w, columns, dim);
     int64_t i = 0;
-    for (; i + AT_ONCE * LANES <= dim; i += AT_ONCE * LANES) add_dims<T, H, AT_ONCE>(w, u, values, here, fetch, i);
-    for (; i < dim; i += LANES) add_dims<T, H, 1>(w, u, values, here, fetch, i);
+    for (; i + AT_ONCE * LANES <= dim; i += AT_ONCE * LANES)
+        add_dims<T, H, AT_ONCE>(w, columns, values, tile, from, to, fetch, i);
+    for (; i < dim; i += LANES) add_dims<T, H, 1>(w, columns, values, tile, from, to, fetch, i);
 }
 
 // Adds the sums of a later piece; the first is taken as it is. Never inlined: all callers have the same instructions,
 // and so the same roundings.
-__attribute__((noinline)) inline void add_piece(HeadSums& whole, const HeadSums& piece, int64_t dim) {
+__attribute__((noinline)) inline void add_piece(ColumnSums& whole, const ColumnSums& piece, int64_t dim) {
     if (piece.top == -INFINITY) return;
     if (whole.top == -INFINITY) {
         whole.top = piece.top, whole.total = piece.total;

@@ -1,7 +1,9 @@
 // Sums of four products of 8-bit numbers in each of 16 lanes, exact in 32 bits.
 //
-// The machine's instruction takes unsigned weights where there is one (AVX-512 VNNI), so weights have an offset there,
-// which a block's sum starts without: sum (w + offset) q = sum w q + offset * sum q.
+// Weights of 4 bits are taken as they are stored, without a sign, and so are those of 8 bits where the machine's instruction
+// wants them so (VNNI): they have an offset, which a block's sum starts without: sum (w + offset) q = sum w q + offset * sum
+// q. With VNNI, weights of 4 bits that lie in the upper half of a byte stay there, 16 times themselves, as whole numbers and
+// then as float32 that are as exact.
 #pragma once
 #include "packed.h"
 #include "vec.h"
@@ -21,40 +23,41 @@ inline vbytes load_bytes(const uint8_t* p) {
 
 #if defined(__AVX512VNNI__)
 
-inline int32_t offset_of(int64_t kind) { return kind == Q8 ? 128 : kind == Q4_0 ? 8 : 0; }
-inline vbytes weights_q8(vbytes stored) { return stored ^ 0x80; }
+constexpr int64_t offset_of(int64_t kind) { return kind == Q8 ? 128 : kind == Q4_0 ? 8 : 0; }
 template <int64_t KIND>
-inline vbytes weights_q4(vbytes nibbles) {
-    return nibbles;
-}
+constexpr int SHIFT = KIND == Q8 ? 0 : 4;  // bits that the right half's weights are shifted by
+inline vbytes weights_q8(vbytes stored) { return stored ^ 0x80; }
+inline void weights_q4(vbytes both, vbytes& left, vbytes& right) { left = both & 0x0f, right = both & 0xf0; }
+template <int64_t KIND>
 inline vint dot4(vint sum, vbytes weights, int32_t four) {
     return (vint)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(four));
 }
 
 #else
 
-inline int32_t offset_of(int64_t) { return 0; }
-inline vbytes weights_q8(vbytes stored) { return stored; }
+constexpr int64_t offset_of(int64_t kind) { return kind == Q4_0 ? 8 : 0; }
 template <int64_t KIND>
-inline vbytes weights_q4(vbytes nibbles) {
-    return KIND == Q4_0 ? nibbles - 8 : nibbles;
+constexpr int SHIFT = 0;
+inline vbytes weights_q8(vbytes stored) { return stored; }
+inline void weights_q4(vbytes both, vbytes& left, vbytes& right) {
+    left = both & 15, right = (vbytes)((vuint)both >> 4) & 15;
 }
 
-#if defined(__AVX2__)
-inline __m256i dot4_half(__m256i weights, __m256i four) {
+#if defined(__AVX512BW__)
+template <int64_t KIND>
+inline vint dot4(vint sum, vbytes weights, int32_t four) {
+    __m512i w = (__m512i)weights, q = _mm512_set1_epi32(four);
     // |w| <= 128 and |q| <= 127: two products fit 16 bits.
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(four, weights));
+    if (KIND == Q8) q = _mm512_mask_sub_epi8(q, _mm512_movepi8_mask(w), _mm512_setzero_si512(), q), w = _mm512_abs_epi8(w);
+    return sum + (vint)_mm512_madd_epi16(_mm512_maddubs_epi16(w, q), _mm512_set1_epi16(1));
+}
+#elif defined(__AVX2__)
+inline __m256i dot4_half(__m256i weights, __m256i four) {
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(four, weights));  // as above
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
-inline vint dot4(vint sum, vbytes weights, int32_t four) {
-    __m256i parts[2], q = _mm256_set1_epi32(four);
-    std::memcpy(parts, &weights, sizeof parts);
-    parts[0] = dot4_half(parts[0], q), parts[1] = dot4_half(parts[1], q);
-    vint products;
-    std::memcpy(&products, parts, sizeof parts);
-    return sum + products;
-}
 #elif defined(__ARM_FEATURE_DOTPROD)
+template <int64_t KIND>
 inline vint dot4(vint sum, vbytes weights, int32_t four) {
     int32x4_t sums[4];
     int8x16_t parts[4], q = vreinterpretq_s8_s32(vdupq_n_s32(four));
@@ -64,6 +67,7 @@ inline vint dot4(vint sum, vbytes weights, int32_t four) {
     return sum;
 }
 #else
+template <int64_t KIND>
 inline vint dot4(vint sum, vbytes weights, int32_t four) {
     int8_t w[64], q[4];
     std::memcpy(w, &weights, sizeof w), std::memcpy(q, &four, sizeof q);
@@ -88,9 +92,7 @@ inline void weights_of(const uint8_t* p, int64_t group, vbytes& left, vbytes& ri
         left = weights_q8(load_bytes(p + group * 64)), right = weights_q8(load_bytes(p + Q8_BYTES / 2 + group * 64));
         return;
     }
-    vbytes both = load_bytes(p + group * 64);
-    left = weights_q4<KIND>(both & 15);
-    right = weights_q4<KIND>((vbytes)((vuint)both >> 4) & 15);
+    weights_q4(load_bytes(p + group * 64), left, right);
 }
 
 }  // namespace specserve

@@ -25,7 +25,7 @@ inline lanes exp_to_88(lanes x) {
 
 // The same for every x: +inf is not produced, x is clamped at 88.
 inline lanes exp(lanes x) { return exp_to_88(x > 88.0f ? lanes{} + 88.0f : x); }
-inline float exp(float x) { return exp(lanes{} + x)[0]; }
+inline float exp(float x) { return exp(x - lanes{})[0]; }
 
 #ifdef __AVX512F__
 

@@ -12,9 +12,9 @@ struct Operand {
     const bf16* x = nullptr;         // row r, inputs from k on: see `at`
     int64_t row_bytes = 0, step_bytes = 0, tile_bytes = 0;
     const int8_t* q = nullptr;       // blocks: [rows, k]; limbs: see operand.h
-    const float* scale = nullptr;    // blocks: [rows, k / 32]; limbs: [rows]
+    const float* scale = nullptr;    // blocks: [rows, k / SHARE]; limbs: [rows]
     const float* sum = nullptr;      // [rows, k / 32]: scale * sum of q
-    const int32_t* total = nullptr;  // [rows, k / 32]: sum of q
+    const int32_t* start = nullptr;  // as `scale` of blocks: what sums of products begin with, see dot.h
     int64_t lower = 0;               // bytes from x to what its rounding left, in bfloat16 too; 0 where that is nothing
 
     // Rows one after the other.

@@ -1,5 +1,6 @@
 // Quantised weights by quantised inputs, where there are no tile registers. The integer products of one block are exact,
-// then block after block
+// then block after block, or
+// half a block where inputs have a scale each,
 //   sum = fma(products, scale of the weights * scale of the inputs, sum)      and for Q4_1
 //   sum = fma(least of the weights, scaled sum of the inputs, sum)
 #include "dot.h"
@@ -22,28 +23,35 @@ void rows_of(const Product& p, int64_t panel, int64_t row, int slot) {
     vfloat sum[R][2] = {};
     for (int64_t b = 0; b < blocks; b++, block += Block<KIND>::bytes) {
         for (int64_t i = 0; i < Block<KIND>::bytes; i += 64) __builtin_prefetch(block + AHEAD + i);
-        vint products[R][2];
-        for (int r = 0; r < R; r++)
-            products[r][0] = products[r][1] = vint{} - offset_of(KIND) * p.x.total[first + r * blocks + b];
-        for (int64_t group = 0; group < BLOCK / 4; group++) {
-            vbytes left, right;
-            weights_of<KIND>(block + Block<KIND>::numbers, group, left, right);
+        for (int64_t share = 0; share < SHARES; share++) {
+            vint products[R][2];
             for (int r = 0; r < R; r++) {
-                int32_t four;
-                std::memcpy(&four, p.x.q + (first + r * blocks + b) * BLOCK + 4 * group, sizeof four);
-                products[r][0] = dot4(products[r][0], left, four);
-                products[r][1] = dot4(products[r][1], right, four);
+                products[r][0] = vint{} + p.x.start[(first + r * blocks + b) * SHARES + share];
+                products[r][1] = products[r][0] << SHIFT<KIND>;
+            }
+            for (int64_t group = share * SHARE / 4; group < (share + 1) * SHARE / 4; group++) {
+                vbytes left, right;
+                weights_of<KIND>(block + Block<KIND>::numbers, group, left, right);
+                for (int r = 0; r < R; r++) {
+                    int32_t four;
+                    std::memcpy(&four, p.x.q + (first + r * blocks + b) * BLOCK + 4 * group, sizeof four);
+                    products[r][0] = dot4<KIND>(products[r][0], left, four);
+                    products[r][1] = dot4<KIND>(products[r][1], right, four);
+                }
+            }
+            for (int half = 0; half < 2; half++) {
+                const vfloat stored = load_half(block + half * 32);
+                const vfloat scale = half && SHIFT<KIND> ? stored * (1.0f / (1 << SHIFT<KIND>)) : stored;
+                for (int r = 0; r < R; r++) {
+                    const float of_inputs = p.x.scale[(first + r * blocks + b) * SHARES + share];
+                    sum[r][half] = fma(__builtin_convertvector(products[r][half], vfloat), scale * of_inputs, sum[r][half]);
+                }
             }
         }
-        for (int half = 0; half < 2; half++) {
-            vfloat scale = load_half(block + half * 32);
-            vfloat least = KIND == Q4_1 ? load_half(block + SCALE_BYTES + half * 32) : vfloat{};
-            for (int r = 0; r < R; r++) {
-                int64_t i = first + r * blocks + b;
-                vfloat exact = __builtin_convertvector(products[r][half], vfloat);
-                sum[r][half] = fma(exact, scale * p.x.scale[i], sum[r][half]);
-                if (KIND == Q4_1) sum[r][half] = fma(least, splat(p.x.sum[i]), sum[r][half]);
-            }
+        for (int half = 0; KIND == Q4_1 && half < 2; half++) {
+            const vfloat least = load_half(block + SCALE_BYTES + half * 32);
+            for (int r = 0; r < R; r++)
+                sum[r][half] = fma(least, splat(p.x.sum[first + r * blocks + b]), sum[r][half]);
         }
     }
     for (int r = 0; r < R; r++) store(sums + r * PANEL, sum[r][0]), store(sums + r * PANEL + HALF, sum[r][1]);
@@ -54,6 +62,7 @@ template <int64_t KIND>
 void panel_of(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
     int64_t r = first, end = first + rows;
 #if defined(__AVX512F__)
+    for (; r + 6 <= end; r += 6) rows_of<KIND, 6>(p, panel, r, slot);
     for (; r + 4 <= end; r += 4) rows_of<KIND, 4>(p, panel, r, slot);
 #endif
     for (; r + 2 <= end; r += 2) rows_of<KIND, 2>(p, panel, r, slot);

@@ -28,7 +28,7 @@ class Room {
         int64_t bytes = 0;
         auto part = [&](int64_t size) { return bytes += (size + 63) / 64 * 64, bytes - (size + 63) / 64 * 64; };
         const int64_t at_x = part(whole * w.k * (int64_t)sizeof(bf16)), at_q = part(Limbs::bytes(rows, w.k));
-        const int64_t at_scale = part(blocks * 4), at_sum = part(blocks * 4), at_total = part(blocks * 4);
+        const int64_t at_scale = part(blocks * SHARES * 4), at_sum = part(blocks * 4), at_start = part(blocks * SHARES * 4);
         uint8_t* base = (uint8_t*)::operator new[]((size_t)bytes, std::align_val_t(HUGE_PAGE));
         memory_.reset(base);
 #ifdef MADV_HUGEPAGE
@@ -36,7 +36,7 @@ class Room {
 #endif
         std::memset(base, 0, (size_t)bytes);
         inputs = {(bf16*)(base + at_x), nullptr, (int8_t*)(base + at_q), (float*)(base + at_scale), (float*)(base + at_sum),
-                  (int32_t*)(base + at_total)};
+                  (int32_t*)(base + at_start)};
     }
 
     Inputs inputs;

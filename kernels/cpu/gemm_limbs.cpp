@@ -89,7 +89,8 @@ inline void add_block(const Product& p, const int32_t* totals, const uint8_t* we
     for (int r = 0; r < R; r++) {
         x[r] = p.x.q + Limbs::row(row + r, p.w.k) + b / 2 * Limbs::STEP_BYTES + b % 2 * BLOCK;
         total[r] = totals[(row + r) * p.w.blocks() + b];
-        low[r][0] = low[r][1] = vint{} - offset_of(KIND) * total[r];
+        low[r][0] = vint{} - (int32_t)offset_of(KIND) * total[r];
+        low[r][1] = low[r][0] << SHIFT<KIND>;
     }
 #pragma GCC unroll 8
     for (int64_t group = 0; group < BLOCK / 4; group++) {
@@ -97,13 +98,15 @@ inline void add_block(const Product& p, const int32_t* totals, const uint8_t* we
         weights_of<KIND>(weights, group, left, right);
         for (int r = 0; r < R; r++) {
             const int32_t upper = four_at(x[r] + group * 4), lower = four_at(x[r] + Limbs::LOW + group * 4);
-            high[r][0] = dot4(high[r][0], left, upper), high[r][1] = dot4(high[r][1], right, upper);
-            low[r][0] = dot4(low[r][0], left, lower), low[r][1] = dot4(low[r][1], right, lower);
+            high[r][0] = dot4<KIND>(high[r][0], left, upper), high[r][1] = dot4<KIND>(high[r][1], right, upper);
+            low[r][0] = dot4<KIND>(low[r][0], left, lower), low[r][1] = dot4<KIND>(low[r][1], right, lower);
         }
     }
     for (int r = 0; r < R; r++)
         for (int half = 0; half < 2; half++) {
-            exact[r][half].add((__m512i)((high[r][half] << 8) + low[r][half]), m[half]);
+            vint sums = (high[r][half] << 8) + low[r][half];
+            if (half) sums >>= SHIFT<KIND>;
+            exact[r][half].add((__m512i)sums, m[half]);
             if (KIND == Q4_1) exact[r][half].add(_mm512_set1_epi32(total[r]), c[half]);
         }
 }

@@ -16,12 +16,14 @@ if __name__.partition(".")[0] == "kernels":
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512cd", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
+_VNNI = (*_AVX512, "-mavx512vnni")
+_BF16 = (*_VNNI, "-mavx512bf16")
 _AMX = (*_BF16, "-mavx512vbmi", "-mavx512vbmi2", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 _HAS_AVX2 = "avx2 fma f16c bmi1 bmi2 abm popcnt"
 _HAS_AVX512 = f"{_HAS_AVX2} avx512f avx512cd avx512bw avx512dq avx512vl"
-_HAS_BF16 = f"{_HAS_AVX512} avx512_bf16 avx512_vnni"
+_HAS_VNNI = f"{_HAS_AVX512} avx512_vnni"
+_HAS_BF16 = f"{_HAS_VNNI} avx512_bf16"
 _HAS_AMX = f"{_HAS_BF16} avx512vbmi avx512_vbmi2 amx_tile amx_bf16 amx_int8"
 
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
@@ -52,7 +54,8 @@ def _x86(name: str, flags: tuple[str, ...], tune: str, needs: str) -> Variant:
 # From the plainest to the best of each architecture.
 VARIANTS = (
     _x86("avx2", _AVX2, "haswell", _HAS_AVX2),
-    _x86("avx512", _AVX512, "icelake-server", _HAS_AVX512),
+    _x86("avx512", _AVX512, "skylake-avx512", _HAS_AVX512),
+    _x86("avx512_vnni", _VNNI, "icelake-server", _HAS_VNNI),
     _x86("avx512_bf16", _BF16, "icelake-server", _HAS_BF16),
     _x86("amx", _AMX, "sapphirerapids", _HAS_AMX),
     Variant("neon", "aarch64", ("-march=armv8.2-a+dotprod",), frozenset({"asimd", "asimddp"})),

@@ -1,6 +1,6 @@
 """The native library for the best instruction set of this machine, or the reason why there is none.
 
-SPECSERVE_ISA=avx2|avx512|avx512_bf16|amx|neon|neon_bf16 asks for one of them, SPECSERVE_NATIVE=0 for none.
+SPECSERVE_ISA=avx2|avx512|avx512_vnni|avx512_bf16|amx|neon|neon_bf16 asks for one of them, SPECSERVE_NATIVE=0 for none.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 // Rows of inputs made into what a kind of weights takes, 32 inputs at a time.
 #pragma once
+#include "dot.h"
 #include "gemm.h"
 
 namespace specserve {
@@ -9,11 +10,12 @@ struct Inputs {
     bf16* x;         // [rows filled up to 16, k]
     bf16* lower;     // what their rounding leaves, likewise; null where it is dropped
     int8_t* q;       // blocks: [rows, k]; limbs: see Limbs
-    float *scale, *sum;
-    int32_t* total;  // blocks: [rows, k / 32]
+    float* scale;    // blocks: [rows, k / SHARE]; limbs: [rows]
+    float* sum;      // blocks: [rows, k / 32]
+    int32_t* start;  // blocks: [rows, k / SHARE]
 
     Operand operand(const Linear& w) const {
-        if (w.takes() != Takes::BFLOAT16) return {nullptr, 0, 0, 0, q, scale, sum, total};
+        if (w.takes() != Takes::BFLOAT16) return {nullptr, 0, 0, 0, q, scale, sum, start};
         Operand o = TILES ? Operand::tiles(x, w.k) : Operand::of(x, w.k);
         o.lower = lower ? (int64_t)((const char*)lower - (const char*)x) : 0;
         return o;
@@ -47,19 +49,32 @@ inline float greatest(vfloat low, vfloat high) {
     return ((vfloat)max(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)))[0];
 }
 
-// 32 inputs: the greatest magnitude becomes 127, ties are rounded to even. Where one is not finite no sum will be.
-inline void quantise_block(const Inputs& to, int64_t block, vfloat low, vfloat high) {
-    float most = greatest(low, high), unit = most > 0.0f ? 127.0f / most : 0.0f;
-    vfloat shift = splat(12582912.0f);  // 1.5 * 2^23: the rounded integer is in the low bits
-    vint a = (vint)(low * unit + shift) - 0x4b400000, b = (vint)(high * unit + shift) - 0x4b400000;
-    int32_t total = 0;
+// The unit in which the greatest of some numbers becomes 127, and what undoes it.
+struct Scale {
+    float unit, scale;
+    explicit Scale(float most) : unit(most > 0.0f ? 127.0f / most : 0.0f), scale(most / 127.0f) {}
+};
+
+// 32 inputs, ties rounded to even. Where one is not finite no sum will be.
+inline void quantise_block(const Inputs& to, int64_t kind, int64_t block, vfloat low, vfloat high) {
+    const Scale first(greatest(low, SHARES == 1 ? high : low)), second = SHARES == 1 ? first : Scale(greatest(high, high));
+    const vfloat shift = splat(12582912.0f);  // 1.5 * 2^23: the rounded integer is in the low bits
+    const vint a = (vint)(low * first.unit + shift) - 0x4b400000, b = (vint)(high * second.unit + shift) - 0x4b400000;
+    int32_t total[2] = {};
     for (int i = 0; i < W; i++) {
-        const int8_t first = (int8_t)a[i], second = (int8_t)b[i];
-        to.q[block * BLOCK + i] = first, to.q[block * BLOCK + W + i] = second;
-        total += first + second;
+        const int8_t lower = (int8_t)a[i], upper = (int8_t)b[i];
+        to.q[block * BLOCK + i] = lower, to.q[block * BLOCK + W + i] = upper;
+        total[0] += lower, total[1] += upper;
     }
-    float scale = most / 127.0f;
-    to.scale[block] = scale, to.total[block] = total, to.sum[block] = scale * (float)total;
+    const int32_t offset = (int32_t)offset_of(kind);
+    float sum = 0.0f;
+    if (SHARES == 1) total[0] += total[1];
+    for (int64_t i = 0; i < SHARES; i++) {
+        const float scale = i ? second.scale : first.scale;
+        to.scale[block * SHARES + i] = scale, to.start[block * SHARES + i] = -offset * total[i];
+        sum += scale * (float)total[i];
+    }
+    to.sum[block] = sum;
 }
 
 #ifdef __AVX512F__
@@ -109,7 +124,7 @@ inline void make_row(const Inputs& to, const Linear& w, int64_t r, const Load& l
     }
     if (w.takes() == Takes::BLOCKS) {
         for (int64_t b = 0; b < w.blocks(); b++)
-            quantise_block(to, r * w.blocks() + b, load(b * BLOCK), load(b * BLOCK + W));
+            quantise_block(to, w.kind, r * w.blocks() + b, load(b * BLOCK), load(b * BLOCK + W));
         return;
     }
     const Operand o = to.operand(w);

@@ -27,11 +27,18 @@ constexpr bool TILES = false;
 #endif
 
 constexpr int64_t PANEL = 32, HALF = 16;
-constexpr int64_t BLOCK = 32;  // inputs that share a scale
+constexpr int64_t BLOCK = 32;  // weights that share a scale
+// Inputs that share one: half as many where the instructions for sums leave time for it, as the outputs are nearer then.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+constexpr int64_t SHARE = BLOCK / 2;
+#else
+constexpr int64_t SHARE = BLOCK;
+#endif
+constexpr int64_t SHARES = BLOCK / SHARE;
 constexpr int64_t Q8_BYTES = 1024, Q4_BYTES = 512, SCALE_BYTES = 64, UNIT_BYTES = 128;
 constexpr int64_t MOST_LIMBS = 32768;  // inputs at most where sums of bytes are kept in 32 bits
 
-// What a kind of weights multiplies: bfloat16; 8 bits with a scale every 32 inputs; 16 bits in two bytes ("limbs") with a
+// What a kind of weights multiplies: bfloat16; 8 bits with a scale every SHARE inputs; 16 bits in two bytes ("limbs") with a
 // scale for each row.
 enum class Takes { BFLOAT16, BLOCKS, LIMBS };
 

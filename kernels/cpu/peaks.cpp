@@ -83,7 +83,7 @@ inline Floats add_product(Floats sum, const float* weights, float x) {
     return _mm512_fmadd_ps(_mm512_load_ps(weights), _mm512_set1_ps(x), sum);
 }
 inline Numbers add_dots(Numbers sum, const uint8_t* weights, int32_t four) {
-    return (Numbers)dot4((vint)sum, load_bytes(weights), four);
+    return (Numbers)dot4<Q8>((vint)sum, load_bytes(weights), four);
 }
 #elif defined(__AVX2__)
 typedef __m256 Floats;
@@ -101,7 +101,7 @@ typedef vint Numbers;
 constexpr int AT_ONCE = 2;
 inline Floats add_product(Floats sum, const float* weights, float x) { return fma(load(weights), splat(x), sum); }
 inline Numbers add_dots(Numbers sum, const uint8_t* weights, int32_t four) {
-    return dot4(sum, load_bytes(weights), four);
+    return dot4<Q8>(sum, load_bytes(weights), four);
 }
 #endif
 constexpr int64_t PASSES = 96;  // of a unit of work, which takes some tens of microseconds

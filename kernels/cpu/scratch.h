@@ -50,8 +50,8 @@ struct Scratch {
         to.lower = nullptr;
         if (exact) part(to.lower, (rows + 15) / 16 * 16 * k);
         part(to.q, TILES ? Limbs::bytes(rows, k) : rows * k);
-        part(to.scale, TILES ? rows : blocks);
-        part(to.sum, TILES ? 0 : blocks), part(to.total, TILES ? 0 : blocks);
+        part(to.scale, TILES ? rows : blocks * SHARES);
+        part(to.sum, TILES ? 0 : blocks), part(to.start, TILES ? 0 : blocks * SHARES);
     }
 
     uint8_t* base_;

@@ -65,7 +65,7 @@ inline vint is_nan(vfloat v) { return v != v; }
 inline vfloat select(vint mask, vfloat a, vfloat b) { return mask ? a : b; }
 #endif
 
-inline vfloat splat(float x) { return vfloat{} + x; }
+inline vfloat splat(float x) { return x - vfloat{}; }  // 0 + x would be an addition: it makes 0 of -0
 
 inline vfloat load(const float* p) {
     vfloat v;

@@ -85,9 +85,9 @@ def _product(isa: str, kind: Kind, n: int, k: int) -> Product:
     rows, w = rows_of(kind, n, k, random)
     data = torch.empty(packed_bytes(kind, n, k), dtype=torch.uint8)
     pack_rows(kind, k, rows.contiguous(), data)
-    # 127 in each block, so that inputs which are rounded to a 127th of the greatest stay what they are.
+    # 127 in each half of a block, so that inputs which are rounded to a 127th of the greatest stay what they are.
     norm = torch.randint(0, 128, (k,), generator=random).float()
-    norm[5::32] = 127
+    norm[5::16] = 127
     hidden = torch.randint(0, 2, (MAX_ROWS, k), generator=random).float() * 2 - 1
     head = PackedWeights(kind, n, k, data)
     forward = Forward(Shape(k, 32, 1, 1, 32, n, 0.0), [], Kind.F32, torch.zeros(1, k), norm, head)

@@ -50,14 +50,15 @@ def test_features_decide(cpu):
     assert cpu(isa._HAS_AVX2) == ["avx2"]
     assert cpu(isa._HAS_AVX512) == ["avx2", "avx512"]
     assert cpu(isa._HAS_AVX512.replace("avx512vl", "")) == ["avx2"]
-    assert cpu(isa._HAS_BF16) == ["avx2", "avx512", "avx512_bf16"]
-    assert cpu(isa._HAS_AMX) == ["avx2", "avx512", "avx512_bf16", "amx"]
+    assert cpu(isa._HAS_VNNI) == ["avx2", "avx512", "avx512_vnni"]
+    assert cpu(isa._HAS_BF16) == ["avx2", "avx512", "avx512_vnni", "avx512_bf16"]
+    assert cpu(isa._HAS_AMX) == ["avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
     assert cpu("asimd asimddp") == ["neon"]
     assert cpu("asimd asimddp bf16") == ["neon", "neon_bf16"]
 
 
 def test_tiles_need_the_kernels_permission(cpu):
-    assert cpu(isa._HAS_AMX, tiles=False) == ["avx2", "avx512", "avx512_bf16"]
+    assert cpu(isa._HAS_AMX, tiles=False) == ["avx2", "avx512", "avx512_vnni", "avx512_bf16"]
 
 
 def test_features_are_read_from_the_kernel():

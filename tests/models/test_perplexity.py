@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no native li
 
 MODES = ("auto", "none", "q8", "q4")
 PERPLEXITY = 0.005  # relative
+OF_FEW_TEXTS = 0.02  # where inputs have 8 bits, ten texts differ by some 1%, two hundred by a third of that
 LOGITS = 1e-2  # relative, of bfloat16 weights
 TOKENS = 128  # of a text at most
 
@@ -85,10 +86,10 @@ def perplexities(pair: Pair, texts: list[list[int]]) -> tuple[float, float]:
     return math.exp(sums[0] / count), math.exp(sums[1] / count)
 
 
-def check_perplexity(pair: Pair, texts: int) -> None:
+def check_perplexity(pair: Pair, texts: int, limit: float = PERPLEXITY) -> None:
     ours, oracle = perplexities(pair, pair.texts(texts))
     print(f"perplexity {ours:.4f}, the oracle's {oracle:.4f}, {ours / oracle - 1:+.3%}")
-    assert abs(ours / oracle - 1) < PERPLEXITY
+    assert abs(ours / oracle - 1) < limit
 
 
 def relative_error(pair: Pair, texts: list[list[int]]) -> float:
@@ -103,7 +104,7 @@ def relative_error(pair: Pair, texts: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("mode", ["auto", "q8"])
 def test_perplexity(pair: Callable[[str], Pair], mode: str) -> None:
-    check_perplexity(pair(mode), 10)
+    check_perplexity(pair(mode), 10, OF_FEW_TEXTS)
 
 
 def test_bfloat16_logits(pair: Callable[[str], Pair]) -> None:
