@@ -35,6 +35,7 @@ from specserve.core.messages import (
 from specserve.core.sampling import SamplingParams
 from specserve.engine.backend import Backend
 from specserve.engine.faults import error_of
+from specserve.engine.heap import uncollected
 from specserve.engine.mailbox import Mailbox, Mailboxes
 from specserve.engine.prompts import PromptEncoder, Prompts, encode_prompts
 from specserve.engine.streaming import stream_events
@@ -128,12 +129,13 @@ class LLM:
             "threads": threads,
         }
         config = EngineConfig.from_dict({**values, **options})
-        # Imported here: the layers above the engine, and torch.
-        from specserve.cluster.build import build_engine
+        with uncollected():
+            # Imported here: the layers above the engine, and torch.
+            from specserve.cluster.build import build_engine
 
-        backend = EngineThread(lambda: build_engine(config, progress))
-        # build_engine's vocabulary is the model's whole tokenizer.
-        self._start(backend, lambda: cast("PromptEncoder", backend.vocabulary))
+            backend = EngineThread(lambda: build_engine(config, progress))
+            # build_engine's vocabulary is the model's whole tokenizer.
+            self._start(backend, lambda: cast("PromptEncoder", backend.vocabulary))
 
     @classmethod
     def over(cls, backend: Backend, tokenizer: PromptEncoder) -> LLM:

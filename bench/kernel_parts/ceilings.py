@@ -45,17 +45,19 @@ class Ceilings:
         self.has = {peak for peak in Peak if self.operations(peak) > 0}
 
     @property
-    def bf16(self) -> Peak:
-        """Of the instructions that products with bfloat16 weights use; where there are none, they use float32's."""
-        for peak in (Peak.BF16_TILES, Peak.BF16_VECTORS):
-            if peak in self.has:
-                return peak
-        return Peak.FLOAT32
+    def tiles(self) -> bool:
+        """Whether this instruction set has tile registers."""
+        return Peak.BF16_TILES in self.has
 
     @property
-    def int8(self) -> Peak:
-        """The best that this instruction set has for int8."""
-        return Peak.INT8_TILES if Peak.INT8_TILES in self.has else Peak.INT8_VECTORS
+    def bf16_vectors(self) -> Peak:
+        """The best that vectors have for products with bfloat16 weights: without instructions for them, float32's."""
+        return Peak.BF16_VECTORS if Peak.BF16_VECTORS in self.has else Peak.FLOAT32
+
+    @property
+    def bf16(self) -> Peak:
+        """The best that this instruction set has for them."""
+        return Peak.BF16_TILES if self.tiles else self.bf16_vectors
 
     def read(self, memory: torch.Tensor) -> float:
         """GB/s of one pass over memory, the way that choose_way found."""
@@ -100,7 +102,7 @@ def ceilings(bench: Bench) -> Ceilings:
 
 
 def _bound_of_scales(bench: Bench, found: Ceilings) -> None:
-    """Why quantised weights become bfloat16 where there are tiles: int8 tiles with a scale for 32 inputs are slower."""
+    """Why tiles get quantised weights in 16 bits: int8 tiles that are left for a scale every 32 inputs are slower."""
     peaks = (Peak.INT8_TILES_STORED, Peak.INT8_TILES_SCALED, Peak.INT8_TILES, Peak.BF16_TILES)
     values = in_turn(bench.settings.repeats, *(partial(found.operations, peak) for peak in peaks))
     stored, scaled, int8, bf16 = values

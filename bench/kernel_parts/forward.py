@@ -78,7 +78,7 @@ def _measure(bench: Bench, ceilings: Ceilings, packed: PackedModel, label: str) 
         bound = [rows * rate * 1e9 / nbytes for rate in read]
         bench.add(f"decode {label}, {rows} rows", [rows / rate * 1e3 for rate in rates], "ms")
         bench.add(f"decode {label}, {rows} rows, of the weights' bandwidth bound", rates, "tokens/s", bound)
-    peak = ceilings.bf16 if label == "bf16" or ceilings.bf16 is Peak.BF16_TILES else ceilings.int8
+    peak = ceilings.bf16 if label == "bf16" or ceilings.bf16 is Peak.BF16_TILES else Peak.INT8_VECTORS
     operations = 2.0 * sum(n * k * count for name, (n, k, count) in SHAPES.items() if name != "head")
     for rows in PROMPTS:
         rates, bound = in_turn(

@@ -12,6 +12,7 @@ import ctypes
 import gc
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,31 @@ _PAGE = 4096
 _RESIDENT = 1 << 63  # a pagemap entry's bit
 _LEAST = 0.25  # share of a huge page that must be in use already: the rest of it becomes resident
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+) *(.*)")
+
+
+_lock = threading.Lock()
+_holds = 0  # how many `uncollected` are under way
+_resumes = False  # whether the collector runs again behind the last of them
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile, in the whole process: of what is imported and loaded nothing is garbage, and
+    the collector would walk through it again and again. It goes on behind the last of several, if it ran before.
+    """
+    global _holds, _resumes
+    with _lock:
+        if _holds == 0:
+            _resumes = gc.isenabled()
+            gc.disable()
+        _holds += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _holds -= 1
+            if _holds == 0 and _resumes:
+                gc.enable()
 
 
 def freeze() -> None:

@@ -75,3 +75,22 @@ def test_memory_is_taken_by_a_thread_that_takes_no_time_from_others(monkeypatch)
     thread.join(60)
     assert seen == [os.SCHED_IDLE]
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_the_collector_rests_until_the_last_has_loaded() -> None:
+    assert gc.isenabled()
+    with heap.uncollected():
+        with pytest.raises(ValueError), heap.uncollected():
+            raise ValueError
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with heap.uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
