@@ -19,6 +19,7 @@ from specserve.core.protocols import Drafter
 from specserve.engine.checks import EngineLimits
 from specserve.engine.engine import Engine
 from specserve.guided.compiler import CompiledGrammar, GrammarCompiler
+from specserve.kernels.cpu.native import ISAError, library
 from specserve.kv.block_pool import BlockPool
 from specserve.kv.manager import KVManager
 from specserve.kv.swap import HostPool
@@ -53,6 +54,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         ConfigError: names the option at fault.
         ModelLoadError: a model cannot be found, read or verified.
     """
+    try:
+        library()
+    except ISAError as error:
+        raise ConfigError(str(error), param="SPECSERVE_ISA") from None
     # A property of the calling thread in OpenMP, hence here.
     torch.set_num_threads(config.threads or _cores())
     speculation = config.speculation

@@ -16,6 +16,7 @@ from specserve.core.config import EngineConfig, SpeculationConfig
 from specserve.core.errors import ConfigError, ModelLoadError
 from specserve.core.messages import FinishedEvent, GenerateCommand
 from specserve.core.sampling import SamplingParams
+from specserve.kernels.cpu import native
 from specserve.models.home import home
 from tests.fakes.engines import answer
 from tests.fakes.tiny import EOS_ID, tiny_llama_folder
@@ -311,3 +312,15 @@ with LLM("demo", kv_memory="64MiB") as llm:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "3\n"
     assert "Error" not in run.stderr
+
+
+def test_an_instruction_set_that_cannot_be_had_is_told_as_the_option_it_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECSERVE_ISA", "mmx")
+    native.forget()
+    try:
+        with pytest.raises(ConfigError, match="SPECSERVE_ISA=mmx: there is no such instruction set") as caught:
+            build_engine(EngineConfig(model=str(tiny_llama_folder(tmp_path))))
+    finally:
+        monkeypatch.undo()
+        native.forget()
+    assert caught.value.param == "SPECSERVE_ISA"

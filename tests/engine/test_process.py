@@ -248,6 +248,8 @@ def parent(then: str, folder: Path) -> Iterator[subprocess.Popen]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        # As a shell starts it in the foreground: tests that run in the background may have it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with owner:
         try:
