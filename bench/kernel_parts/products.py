@@ -84,7 +84,7 @@ def _random_rows(kind: Kind, n: int, k: int) -> torch.Tensor:
 def seconds(bench: Bench, w: Weights, rows: int, copies: int) -> float:
     """Seconds for the product of random rows with each of `copies` copies."""
     x = torch.randn(rows, w.k, generator=torch.Generator().manual_seed(rows)).bfloat16()
-    out = huge_zeros((rows, w.n), torch.float32)
+    out = huge_zeros((rows, w.n), torch.float32).zero_()  # written: new pages would be taken in the timed part
     pointers = (w.memory.data_ptr(), copies, x.data_ptr(), out.data_ptr())
     return float(bench.library.ss_bench_gemm(w.kind, w.n, w.k, *pointers, rows, w.use, bench.threads))
 
