@@ -5,10 +5,10 @@ Every instruction set that this machine runs has a process of its own, with all 
 The ceilings are native code that does nothing else (kernels/cpu/peaks.cpp), on memory of the same size and pages and
 with random operands. Names read "instruction set x threads: what"; `baseline` is the ceiling, `ratio` the fraction.
 
-The goals of products are about the peaks of vectors, for which they were set. Where there are tile registers, products
-run on them and are held against the tiles' peaks too, without a goal: quantised weights and their inputs are numbers of
-two bytes there, whose product is four of bytes, so that a quarter of the int8 peak is the most. The rows on int8 tiles
-with scales per 32 inputs show why: they are the most that any kernel that keeps such weights in int8 could reach.
+Where there are tile registers, quantised weights and their inputs are numbers of two bytes, whose product is four of
+bytes: a quarter of the int8 peak, which the goal is about, is the most. The rows on int8 tiles with scales per 32
+inputs show why: they are the most that any kernel that keeps such weights in int8 could reach. Products are held
+against the bfloat16 peak and the vectors' peaks too.
 """
 
 from __future__ import annotations
