@@ -62,7 +62,7 @@ def _filled_cache(rows: int, context: int, dtype: torch.dtype) -> tuple[PagedKVC
 
 
 def _against_reading(name: str, kernel: Callable[[], None], nbytes: int, threads: int) -> Row:
-    buffer = huge(nbytes // 4 * 4).fill_(1).view(torch.int32)
+    buffer = torch.from_numpy(huge(nbytes // 4 * 4)).fill_(1).view(torch.int32)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,6 +27,9 @@ from rich.progress import Progress
 
 from bench.common import Row, finish, row
 from bench.prompts import mixed
+
+if TYPE_CHECKING:
+    from specserve.engine.engine import Engine
 
 DECODERS = 8
 LONG_PROMPT = 4000
@@ -51,7 +54,13 @@ class Timed:
         from specserve.engine.thread import EngineThread
 
         config = EngineConfig.from_dict({"model": "demo", "kv_memory": "512MiB", **options})
-        self._engine = EngineThread(lambda: build_engine(config))
+
+        def build() -> Engine:
+            engine = build_engine(config)
+            engine.executor.prepare()
+            return engine
+
+        self._engine = EngineThread(build)
         self._events: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self.times: dict[str, list[float]] = {}  # request -> of its deltas

@@ -102,6 +102,7 @@ class Load:
         self._numbers = itertools.count()
         heap.freeze()  # as an engine process does
         heap.collapse()
+        self.engine.executor.prepare()
         self.engine.executor.populate()
 
     def measure(self, options: dict[str, Any], width: int, steps: int) -> list[float]:

@@ -7,30 +7,52 @@ its numbers [block_size, dim] and then one float32 scale for each of its tokens,
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 if __name__.partition(".")[0] == "kernels":
     raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
 
 SCALE_BYTES = 4
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}  # of one number, scales aside
 
 
-def head_bytes(dim: int, dtype: torch.dtype) -> int:
+def name_of(dtype: str | torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def head_bytes(dim: int, dtype: str | torch.dtype) -> int:
     """Bytes of one head of one token, K or V."""
-    return dim + SCALE_BYTES if dtype == torch.int8 else dim * dtype.itemsize
+    name = name_of(dtype)
+    return dim * ITEM_BYTES[name] + (SCALE_BYTES if name == "int8" else 0)
 
 
-def layer_shape(num_blocks: int, num_kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+def layer_shape(
+    num_blocks: int, num_kv_heads: int, block_size: int, dim: int, dtype: str | torch.dtype
+) -> tuple[int, ...]:
     """Shape of one layer's keys (or values).
 
     Raises:
         ValueError: int8 with a `dim` that would leave the scales unaligned.
     """
-    if dtype != torch.int8:
+    if name_of(dtype) != "int8":
         return (num_blocks, num_kv_heads, block_size, dim)
     if dim % SCALE_BYTES:
         raise ValueError(f"keys and values in int8 need a head dimension that is a multiple of 4, not {dim}")
     return (num_blocks, num_kv_heads, block_size * head_bytes(dim, dtype))
+
+
+def check_pairs(pairs: Sequence[tuple[int, int]], first: int, second: int) -> None:
+    """Raises IndexError where a pair of block numbers is not below `first` and below `second`."""
+    for a, b in pairs:
+        if not (0 <= a < first and 0 <= b < second):
+            raise IndexError(f"blocks ({a}, {b}) are not below ({first}, {second})")
 
 
 def block_size_of(cache: torch.Tensor, dim: int) -> int:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import torch
-import torch.nn.functional as F
+from typing import TYPE_CHECKING
 
 from specserve.kernels import kv_layout
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 if __name__.partition(".")[0] == "kernels":
     raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
@@ -193,7 +196,7 @@ def apply_bitmask_(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
     bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
     legal = bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]].bool()
-    legal = F.pad(legal, (0, logits.shape[1] - legal.shape[1]))
+    legal = torch.nn.functional.pad(legal, (0, logits.shape[1] - legal.shape[1]))
     return logits.masked_fill_(~legal, -math.inf)
 
 
@@ -245,9 +248,7 @@ def block_pairs(pairs: Sequence[tuple[int, int]], first: int, second: int) -> to
     Raises:
         IndexError: one is not.
     """
-    for a, b in pairs:
-        if not (0 <= a < first and 0 <= b < second):
-            raise IndexError(f"blocks ({a}, {b}) are not below ({first}, {second})")
+    kv_layout.check_pairs(pairs, first, second)
     return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
 
 
@@ -260,7 +261,7 @@ def _tree_sum(x: torch.Tensor) -> torch.Tensor:
     width = x.shape[-1]
     size = 1 << (width - 1).bit_length()
     if size != width:
-        x = F.pad(x, (0, size - width))
+        x = torch.nn.functional.pad(x, (0, size - width))
     while size > 1:
         size //= 2
         x = x[..., :size] + x[..., size:]

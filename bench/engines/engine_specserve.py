@@ -30,6 +30,7 @@ class Specserve:
         values |= options
         self._config = EngineConfig.from_dict(values)
         self._engine = build_engine(self._config)
+        self._engine.executor.prepare()
         heap.freeze()  # as its own process does
         heap.collapse()
         self._engine.executor.populate()

@@ -32,7 +32,7 @@ def main() -> None:
     native = library()
     assert native is not None, "the caller asks for a library that can be had"
     name = str(isa())
-    arena = huge(settings.streamed + HEADROOM)
+    arena = torch.from_numpy(huge(settings.streamed + HEADROOM))
     arena.random_(0, 256)
     for threads in settings.threads:
         torch.set_num_threads(threads)

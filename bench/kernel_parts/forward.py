@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import torch
+import numpy as np
 
 from bench.kernel_parts.ceilings import Ceilings, Peak
 from bench.kernel_parts.measure import Bench, in_turn
@@ -31,12 +31,12 @@ BLOCK = 16
 def rows_of(sequences: int, count: int, start: int) -> ForwardBatch:
     """`count` rows from position `start` on of each sequence; the last of each has logits."""
     blocks = -(-(start + count) // BLOCK)
-    tables = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
-    positions = torch.arange(start, start + count).repeat(sequences)
-    sequence = torch.arange(sequences, dtype=torch.int32).repeat_interleave(count)
-    slots = tables[sequence.long(), positions // BLOCK].long() * BLOCK + positions % BLOCK
-    tokens = torch.randint(1000, 40000, (sequences * count,), generator=torch.Generator().manual_seed(count))
-    last = torch.arange(count - 1, sequences * count, count)
+    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+    positions = np.tile(np.arange(start, start + count), sequences)
+    sequence = np.repeat(np.arange(sequences, dtype=np.int32), count)
+    slots = tables[sequence, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    tokens = np.random.default_rng(count).integers(1000, 40000, sequences * count)
+    last = np.arange(count - 1, sequences * count, count)
     segments = [(i * count, count, i, start) for i in range(sequences)]
     return ForwardBatch(tokens, positions, slots, sequence, tables, last, segments)
 
@@ -57,20 +57,20 @@ def _demo(quantization: str) -> PackedModel | None:
         file = GGUFFile(resolve("demo").path)
     except ModelLoadError:
         return None
-    return packed_model(gguf_model_config(file), GGUFTensors(file), torch.bfloat16, quantization)
+    return packed_model(gguf_model_config(file), GGUFTensors(file), "bfloat16", quantization)
 
 
 def streamed_bytes(packed: PackedModel) -> int:
     """Bytes of the weights that a forward multiplies by."""
     matrices = [w for layer in packed.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    return sum(w.data.numel() for w in [*matrices, packed.head])
+    return sum(w.data.nbytes for w in [*matrices, packed.head])
 
 
 def _measure(bench: Bench, ceilings: Ceilings, packed: PackedModel, label: str) -> None:
     model, nbytes = NativeLlama(packed), streamed_bytes(packed)
     info = model.info
     blocks = max(max(DECODES) * -(-(CONTEXT + 1) // BLOCK), -(-max(PROMPTS) // BLOCK))
-    cache = PagedKVCache(info.num_layers, blocks, BLOCK, info.num_kv_heads, info.head_dim, torch.bfloat16)
+    cache = PagedKVCache(info.num_layers, blocks, BLOCK, info.num_kv_heads, info.head_dim, "bfloat16")
     memory = bench.arena[:nbytes]
     for rows in DECODES:
         batch = rows_of(rows, 1, CONTEXT)

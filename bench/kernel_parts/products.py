@@ -14,7 +14,7 @@ import torch
 
 from bench.kernel_parts.ceilings import Ceilings, Peak
 from bench.kernel_parts.measure import Bench, in_turn, joined
-from specserve.kernels.cpu.memory import huge_zeros
+from specserve.kernels.cpu.memory import huge
 from specserve.kernels.cpu.packing import Kind, pack_rows, packed_bytes, row_bytes
 
 LAYERS = 30
@@ -64,7 +64,7 @@ def weights(bench: Bench, kind: Kind, n: int, k: int, use: int = STORED) -> Weig
     copies = -(-bench.settings.streamed // each)
     memory = bench.arena[: copies * each]
     first = memory[:each]
-    pack_rows(kind, k, _random_rows(kind, n, k), first)
+    pack_rows(kind, k, _random_rows(kind, n, k), first.numpy())
     memory.view(copies, each)[1:] = first
     return Weights(kind, n, k, memory, copies, use)
 
@@ -84,8 +84,9 @@ def _random_rows(kind: Kind, n: int, k: int) -> torch.Tensor:
 def seconds(bench: Bench, w: Weights, rows: int, copies: int) -> float:
     """Seconds for the product of random rows with each of `copies` copies."""
     x = torch.randn(rows, w.k, generator=torch.Generator().manual_seed(rows)).bfloat16()
-    out = huge_zeros((rows, w.n), torch.float32).zero_()  # written: new pages would be taken in the timed part
-    pointers = (w.memory.data_ptr(), copies, x.data_ptr(), out.data_ptr())
+    out = huge(4 * rows * w.n)
+    out.fill(0)  # new pages would be taken in the timed part
+    pointers = (w.memory.data_ptr(), copies, x.data_ptr(), out.ctypes.data)
     return float(bench.library.ss_bench_gemm(w.kind, w.n, w.k, *pointers, rows, w.use, bench.threads))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from specserve.kernels.cpu.memory import huge
 from specserve.kernels.cpu.native import library
@@ -19,6 +20,7 @@ if __name__.partition(".")[0] == "kernels":
 PANEL = 32  # outputs that the head computes together
 MAX_HEAD_DIM = 256
 _P, _I = c_void_p, c_int64
+Floats = npt.NDArray[np.float32]
 
 
 class Linear(Structure):
@@ -103,17 +105,17 @@ class LayerWeights(Protocol):
     """One layer's tensors. Norms are float32, [hidden] and [head_dim]; `window` is in positions, 0 for all."""
 
     @property
-    def input_norm(self) -> torch.Tensor: ...
+    def input_norm(self) -> Floats: ...
     @property
     def qkv(self) -> PackedWeights: ...
     @property
-    def q_norm(self) -> torch.Tensor | None: ...
+    def q_norm(self) -> Floats | None: ...
     @property
-    def k_norm(self) -> torch.Tensor | None: ...
+    def k_norm(self) -> Floats | None: ...
     @property
     def output(self) -> PackedWeights: ...
     @property
-    def mlp_norm(self) -> torch.Tensor: ...
+    def mlp_norm(self) -> Floats: ...
     @property
     def gate_up(self) -> PackedWeights: ...
     @property
@@ -141,7 +143,7 @@ class Forward:
 
     Args:
         shape, layers, norm, head: the model's; norm is float32 [hidden].
-        embedding_kind, embedding: F32, BF16 or Q8 and its rows [vocab, ...].
+        embedding_kind, embedding: F32, BF16 or Q8 and its rows, uint8 [vocab, ...].
     """
 
     def __init__(
@@ -149,8 +151,8 @@ class Forward:
         shape: Shape,
         layers: Sequence[LayerWeights],
         embedding_kind: Kind,
-        embedding: torch.Tensor,
-        norm: torch.Tensor,
+        embedding: npt.NDArray[np.uint8],
+        norm: Floats,
         head: PackedWeights,
     ) -> None:
         lib = library()
@@ -167,14 +169,14 @@ class Forward:
             shape.head_dim,
             shape.vocab,
             embedding_kind,
-            embedding.data_ptr(),
+            pointer(embedding),
             self._layers,
-            norm.data_ptr(),
+            pointer(norm),
             _linear(head),
             shape.eps,
             shape.head_dim**-0.5,
         )
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = huge(0)
         self._scratch_at = 0
         self._fits = (0, 0, 0)  # the last that were asked for
         self._room = (0, 0, 0)  # rows, logits and threads that the scratch is for
@@ -196,30 +198,30 @@ class Forward:
         self._room = (rows, logits, threads)
         size = self._lib.ss_forward_scratch(byref(self._model), rows, logits, threads)
         self._scratch = huge(size)
-        self._scratch_at = self._scratch.data_ptr()
+        self._scratch_at = self._scratch.ctypes.data
 
 
 def _linear(w: PackedWeights) -> Linear:
-    return Linear(w.kind, w.n, w.k, w.data.data_ptr(), None if w.bias is None else w.bias.data_ptr())
+    return Linear(w.kind, w.n, w.k, pointer(w.data), pointer(w.bias))
 
 
 def _layer(w: LayerWeights) -> Layer:
     return Layer(
-        w.input_norm.data_ptr(),
+        pointer(w.input_norm),
         _linear(w.qkv),
-        None if w.q_norm is None else w.q_norm.data_ptr(),
-        None if w.k_norm is None else w.k_norm.data_ptr(),
+        pointer(w.q_norm),
+        pointer(w.k_norm),
         _linear(w.output),
-        w.mlp_norm.data_ptr(),
+        pointer(w.mlp_norm),
         _linear(w.gate_up),
         _linear(w.down),
         w.window,
     )
 
 
-def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Where a contiguous tensor's data is."""
-    if tensor is None:
+def pointer(array: npt.NDArray[Any] | None) -> int | None:
+    """Where a contiguous array's data is."""
+    if array is None:
         return None
-    assert tensor.is_contiguous()
-    return tensor.data_ptr()
+    assert array.flags.c_contiguous
+    return array.ctypes.data

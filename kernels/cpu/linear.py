@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from specserve.kernels.cpu.native import library
+from specserve.kernels.kv_layout import name_of
+from specserve.kernels.lazy import num_threads
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 if __name__.partition(".")[0] == "kernels":
     raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
 
-_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 COLUMNS = 32
 
 
 def available(dtype: torch.dtype) -> bool:
     """Whether PackedLinear can be made for weights of this dtype."""
-    return library() is not None and dtype in _NAMES
+    return library() is not None and name_of(dtype) in _NAMES
 
 
 class PackedLinear:
@@ -35,13 +42,13 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         self._out_dtype = out_dtype or weight.dtype
         self._bias = bias
-        name = _NAMES[weight.dtype]
+        name = _NAMES[name_of(weight.dtype)]
         blocks = -(-self.out_features // COLUMNS)
         self._packed = torch.empty(blocks * COLUMNS * self.in_features, dtype=weight.dtype)
         getattr(lib, f"ss_pack_{name}")(
             weight.contiguous().data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features
         )
-        self._run = getattr(lib, f"ss_gemm_{name}_{_NAMES[self._out_dtype]}")
+        self._run = getattr(lib, f"ss_gemm_{name}_{_NAMES[name_of(self._out_dtype)]}")
         self._packed_at = self._packed.data_ptr()
         self._bias_at = None if bias is None else bias.data_ptr()
 
@@ -58,6 +65,6 @@ class PackedLinear:
             rows,
             self.out_features,
             self.in_features,
-            torch.get_num_threads(),
+            num_threads(),
         )
         return out

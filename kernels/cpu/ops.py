@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from specserve.kernels import kv_layout, reference
+from specserve.kernels.cpu.move import Blocks, move
 from specserve.kernels.cpu.native import library
-from specserve.kernels.reference import block_pairs
+from specserve.kernels.lazy import num_threads
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 if __name__.partition(".")[0] == "kernels":
     raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
@@ -28,7 +33,7 @@ __all__ = [
     "swap_out",
 ]
 
-_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 MAX_HEAD_DIM = 256
 MAX_ROPE_DIM = 512
 
@@ -47,7 +52,7 @@ def _norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None
 ) -> torch.Tensor:
     lib = library()
-    name = f"ss_norm_{_NAMES.get(x.dtype)}_{_NAMES.get(weight.dtype)}"
+    name = f"ss_norm_{_NAMES.get(kv_layout.name_of(x.dtype))}_{_NAMES.get(kv_layout.name_of(weight.dtype))}"
     if lib is None or not hasattr(lib, name) or not x.is_contiguous():
         if residual is None:
             return reference.rms_norm(x, weight, eps, out)
@@ -62,7 +67,7 @@ def _norm(
         x.numel() // width,
         width,
         eps,
-        torch.get_num_threads(),
+        num_threads(),
     )
     return result
 
@@ -106,13 +111,13 @@ def rope_store(
         kv_layout.block_size_of(key_cache, dim),
         dim,
         eps,
-        torch.get_num_threads(),
+        num_threads(),
     )
 
 
 def _cached_name(op: str, dtype: torch.dtype, cache: torch.dtype) -> str:
     """The C function for rows of one type on a cache of another; none has that name where it is not supported."""
-    name = f"{op}_{_NAMES.get(dtype)}"
+    name = f"{op}_{_NAMES.get(kv_layout.name_of(dtype))}"
     return name if cache == dtype else f"{name}_int8" if cache == torch.int8 else f"{name}_{cache}"
 
 
@@ -159,19 +164,19 @@ def paged_attention(
         0 if masks is None else masks.shape[1],
         scale,
         window,
-        torch.get_num_threads(),
+        num_threads(),
     )
     return result
 
 
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     lib = library()
-    if lib is None or gate_up.dtype not in _NAMES or not gate_up.is_contiguous():
+    if lib is None or kv_layout.name_of(gate_up.dtype) not in _NAMES or not gate_up.is_contiguous():
         return reference.silu_mul(gate_up, out)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     result = torch.empty(rows, width, dtype=gate_up.dtype) if out is None else out
-    function = getattr(lib, f"ss_silu_mul_{_NAMES[gate_up.dtype]}")
-    function(gate_up.data_ptr(), result.data_ptr(), rows, width, torch.get_num_threads())
+    function = getattr(lib, f"ss_silu_mul_{_NAMES[kv_layout.name_of(gate_up.dtype)]}")
+    function(gate_up.data_ptr(), result.data_ptr(), rows, width, num_threads())
     return result
 
 
@@ -180,7 +185,7 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     if lib is None or logits.dtype != torch.float32 or not logits.is_contiguous():
         return reference.log_softmax(logits)
     result = torch.empty_like(logits)
-    lib.ss_log_softmax(logits.data_ptr(), result.data_ptr(), *logits.shape, torch.get_num_threads())
+    lib.ss_log_softmax(logits.data_ptr(), result.data_ptr(), *logits.shape, num_threads())
     return result
 
 
@@ -189,7 +194,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     if lib is None or logits.dtype != torch.float32 or not logits.is_contiguous():
         return reference.argmax(logits)
     result = torch.empty(logits.shape[0], dtype=torch.int64)
-    lib.ss_argmax(logits.data_ptr(), result.data_ptr(), *logits.shape, torch.get_num_threads())
+    lib.ss_argmax(logits.data_ptr(), result.data_ptr(), *logits.shape, num_threads())
     return result
 
 
@@ -197,7 +202,7 @@ def apply_bitmask_(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     lib = library()
     if lib is None or logits.dtype != torch.float32 or not (logits.is_contiguous() and mask.is_contiguous()):
         return reference.apply_bitmask_(logits, mask)
-    lib.ss_apply_bitmask(logits.data_ptr(), mask.data_ptr(), *logits.shape, mask.shape[1], torch.get_num_threads())
+    lib.ss_apply_bitmask(logits.data_ptr(), mask.data_ptr(), *logits.shape, mask.shape[1], num_threads())
     return logits
 
 
@@ -206,9 +211,7 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Te
     if lib is None or not (seeds.is_contiguous() and positions.is_contiguous()):
         return reference.gumbel(seeds, positions, vocab)
     result = torch.empty(seeds.shape[0], vocab, dtype=torch.float32)
-    lib.ss_gumbel(
-        seeds.data_ptr(), positions.data_ptr(), result.data_ptr(), seeds.shape[0], vocab, torch.get_num_threads()
-    )
+    lib.ss_gumbel(seeds.data_ptr(), positions.data_ptr(), result.data_ptr(), seeds.shape[0], vocab, num_threads())
     return result
 
 
@@ -216,49 +219,34 @@ def copy_blocks(storage: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None
     if not _movable(storage):
         reference.copy_blocks(storage, pairs)
         return
-    _move(storage, 2, storage, 2, block_pairs(pairs, storage.shape[2], storage.shape[2]))
+    blocks = _blocks(storage, 2)
+    move(blocks, blocks, pairs)
 
 
 def swap_out(storage: torch.Tensor, host: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     if not _movable(storage, host):
         reference.swap_out(storage, host, pairs)
         return
-    _move(storage, 2, host, 0, block_pairs(pairs, storage.shape[2], host.shape[0]))
+    move(_blocks(storage, 2), _blocks(host, 0), pairs)
 
 
 def swap_in(storage: torch.Tensor, host: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     if not _movable(storage, host):
         reference.swap_in(storage, host, pairs)
         return
-    _move(host, 0, storage, 2, block_pairs(pairs, storage.shape[2], host.shape[0]).flip(1))
+    move(_blocks(host, 0), _blocks(storage, 2), [(slot, device) for device, slot in pairs])
 
 
 def _movable(*memories: torch.Tensor) -> bool:
     return library() is not None and all(m.is_contiguous() and m.device.type == "cpu" for m in memories)
 
 
-def _move(src: torch.Tensor, src_dim: int, dst: torch.Tensor, dst_dim: int, pairs: torch.Tensor) -> None:
-    """Copy block pairs[i, 0] of src to pairs[i, 1] of dst, in order; blocks are numbered along the given dimensions."""
-    lib = library()
-    assert lib is not None
-    if len(pairs) == 0:
-        return
-    pairs = pairs.contiguous()
-    piece = src[0, 0, 0]  # K or V of one block and layer: whole in both layouts
-    lib.ss_move_blocks(
-        src.data_ptr(),
-        dst.data_ptr(),
-        pairs.data_ptr(),
-        len(pairs),
-        src.numel() // (src.shape[src_dim] * piece.numel()),
-        piece.nbytes,
-        *_strides(src, src_dim),
-        *_strides(dst, dst_dim),
-        torch.get_num_threads(),
-    )
-
-
-def _strides(memory: torch.Tensor, dim: int) -> tuple[int, int]:
-    """Bytes from one layer to the next and from one block to the next: storage numbers blocks along 2, host along 0."""
+def _blocks(memory: torch.Tensor, dim: int) -> Blocks:
+    """Of contiguous memory that numbers blocks along a dimension: storage 2, host 0."""
     layer = 1 if dim == 2 else 2
-    return memory.stride(layer) * memory.itemsize, memory.stride(dim) * memory.itemsize
+    planes = memory.shape[1] * memory.shape[layer] if dim == 0 else memory.shape[0] * memory.shape[1]
+    size = memory.itemsize
+    piece = memory.stride(2) * size  # K or V of one block and layer: whole in both layouts
+    return Blocks(
+        memory.data_ptr(), memory.shape[dim], planes, piece, memory.stride(layer) * size, memory.stride(dim) * size
+    )

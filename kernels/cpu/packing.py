@@ -5,10 +5,18 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from specserve.kernels.cpu.native import library
+from specserve.kernels.lazy import num_threads
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 if __name__.partition(".")[0] == "kernels":
     raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
@@ -33,7 +41,8 @@ class Kind(IntEnum):
         return self >= Kind.Q8
 
 
-DTYPES = {Kind.F32: torch.float32, Kind.BF16: torch.bfloat16}
+FLOATS = {Kind.F32: "float32", Kind.BF16: "bfloat16"}
+_FLOAT_BYTES = {Kind.F32: 4, Kind.BF16: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +59,8 @@ class PackedWeights:
     kind: Kind
     n: int
     k: int
-    data: torch.Tensor
-    bias: torch.Tensor | None = None
+    data: npt.NDArray[np.uint8]
+    bias: npt.NDArray[np.float32] | None = None
 
     @property
     def block(self) -> int:
@@ -62,15 +71,15 @@ class PackedWeights:
         """W as float32 [n, k]: scale * q, plus the least, each rounded to float32."""
         out = torch.empty(self.n, self.k)
         _library().ss_unpack(
-            self.kind, self.n, self.k, self.block, self.data.data_ptr(), out.data_ptr(), torch.get_num_threads()
+            self.kind, self.n, self.k, self.block, self.data.ctypes.data, out.data_ptr(), num_threads()
         )
         return out
 
 
 def row_bytes(kind: Kind, k: int) -> int:
     """Bytes of one row of k inputs as files hold it."""
-    if kind in DTYPES:
-        return k * DTYPES[kind].itemsize
+    if kind in _FLOAT_BYTES:
+        return k * _FLOAT_BYTES[kind]
     return k // BLOCK * {Kind.Q8: 34, Kind.Q4_0: 18, Kind.Q4_1: 20}[kind]
 
 
@@ -80,15 +89,21 @@ def packed_bytes(kind: Kind, n: int, k: int) -> int:
     return int(lib.ss_packed_bytes(kind, n, k, _block(kind))) if lib is not None else 0
 
 
-def pack_rows(kind: Kind, k: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+def float_dtype(kind: Kind) -> torch.dtype:
+    """torch's, of F32 or BF16."""
+    dtype: torch.dtype = getattr(torch, FLOATS[kind])
+    return dtype
+
+
+def pack_rows(kind: Kind, k: int, rows: torch.Tensor, out: npt.NDArray[np.uint8]) -> None:
     """Fill `out`, uint8 [packed_bytes(kind, n, k)], from rows uint8 [n, row_bytes(kind, k)], both contiguous."""
     n = rows.shape[0]
     size = packed_bytes(kind, n, k)
-    if not size or out.numel() != size or rows.numel() != n * row_bytes(kind, k):
-        raise ValueError(f"{kind.name} [{n}, {k}] does not fit {rows.numel()} bytes of rows and {out.numel()} packed")
+    if not size or out.size != size or rows.numel() != n * row_bytes(kind, k):
+        raise ValueError(f"{kind.name} [{n}, {k}] does not fit {rows.numel()} bytes of rows and {out.size} packed")
     assert rows.is_contiguous()
-    assert out.is_contiguous()
-    _library().ss_pack(kind, n, k, _block(kind), rows.data_ptr(), out.data_ptr(), torch.get_num_threads())
+    assert out.flags.c_contiguous
+    _library().ss_pack(kind, n, k, _block(kind), rows.data_ptr(), out.ctypes.data, num_threads())
 
 
 def quantise_rows(kind: Kind, x: torch.Tensor) -> torch.Tensor:
@@ -98,15 +113,15 @@ def quantise_rows(kind: Kind, x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"{kind.name} is not for {x.dtype} [{n}, {k}]")
     x = x.contiguous()
     rows = torch.empty(n, row_bytes(kind, k), dtype=torch.uint8)
-    _library().ss_quantise_rows(kind, n, k, BLOCK, x.data_ptr(), rows.data_ptr(), torch.get_num_threads())
+    _library().ss_quantise_rows(kind, n, k, BLOCK, x.data_ptr(), rows.data_ptr(), num_threads())
     return rows
 
 
 def dequantise_rows(kind: Kind, rows: torch.Tensor, k: int) -> torch.Tensor:
     """Rows uint8 [n, row_bytes(kind, k)] -> float32 [n, k], as PackedWeights.dequantise."""
     n = rows.shape[0]
-    if kind in DTYPES:
-        return rows.contiguous().view(DTYPES[kind]).view(n, k).float()
+    if kind in FLOATS:
+        return rows.contiguous().view(float_dtype(kind)).view(n, k).float()
     blocks = rows.reshape(n, k // BLOCK, -1)
     numbers = 2 if kind is Kind.Q4_1 else 1
     halves = blocks[..., : 2 * numbers].contiguous().view(torch.float16).float()

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from ctypes import CDLL, c_char_p, c_int, c_int64, c_void_p
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from specserve.kernels.cpu.native import library
+from specserve.kernels.lazy import num_threads
 
 if __name__.partition(".")[0] == "kernels":
     raise ImportError("these modules are specserve.kernels; the name `kernels` belongs to another package")
@@ -29,10 +31,10 @@ def pack_options(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    forbidden: torch.Tensor | None = None,
-    bias: tuple[torch.Tensor, torch.Tensor] | None = None,
+    forbidden: npt.NDArray[np.bool_] | None = None,
+    bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None,
 ) -> bytes:
-    """One request's part of a row. The tensors must outlive it.
+    """One request's part of a row. The arrays must outlive it.
 
     Args:
         seed: read as 64 unsigned bits.
@@ -42,9 +44,9 @@ def pack_options(
     noisy = temperature > 0
     return _OPTIONS.pack(
         seed & (2**64 - 1),
-        0 if forbidden is None else forbidden.data_ptr(),
-        0 if bias is None else bias[0].data_ptr(),
-        0 if bias is None else bias[1].data_ptr(),
+        0 if forbidden is None else forbidden.ctypes.data,
+        0 if bias is None else bias[0].ctypes.data,
+        0 if bias is None else bias[1].ctypes.data,
         0 if bias is None else len(bias[0]),
         top_k if noisy else 0,
         top_p if noisy else 1.0,
@@ -64,11 +66,11 @@ def sample_rows(parts: Sequence[bytes], count: int, vocab: int) -> list[int] | N
     if functions is None:
         return None
     out = (c_int64 * count)()
-    functions[0](b"".join(parts), out, count, vocab, torch.get_num_threads())
+    functions[0](b"".join(parts), out, count, vocab, num_threads())
     return out[:]
 
 
-def best_rows(logits: torch.Tensor) -> list[int] | None:
+def best_rows(logits: npt.NDArray[np.float32]) -> list[int] | None:
     """Greedy tokens of float32 [r, V] with adjacent columns; None where there is no native library.
 
     The lowest id among equals; NO_TOKEN where the largest entry is not finite.
@@ -78,8 +80,9 @@ def best_rows(logits: torch.Tensor) -> list[int] | None:
         return None
     rows, width = logits.shape
     out = (c_int64 * rows)()
-    functions[1](logits.data_ptr(), out, rows, width, logits.stride(0), torch.get_num_threads())
-    return out[:]
+    functions[1](logits.ctypes.data, out, rows, width, logits.strides[0] // logits.itemsize, num_threads())
+    found: list[int] = out[:]
+    return found
 
 
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
-
-import torch
 
 from specserve.cluster.local import LocalExecutor
 from specserve.cluster.memory import KVSplit, split_kv
@@ -20,6 +17,7 @@ from specserve.engine.checks import EngineLimits
 from specserve.engine.engine import Engine
 from specserve.guided.compiler import CompiledGrammar, GrammarCompiler
 from specserve.kernels.cpu.native import ISAError, library
+from specserve.kernels.lazy import cores, set_num_threads
 from specserve.kv.block_pool import BlockPool
 from specserve.kv.manager import KVManager
 from specserve.kv.swap import HostPool
@@ -58,8 +56,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         library()
     except ISAError as error:
         raise ConfigError(str(error), param="SPECSERVE_ISA") from None
-    # A property of the calling thread in OpenMP, hence here.
-    torch.set_num_threads(config.threads or _cores())
+    set_num_threads(config.threads or cores())  # a property of the calling thread in OpenMP, hence here
     speculation = config.speculation
     draft_name = speculation.model if speculation is not None else None
     if draft_name is not None:  # a name that is wrong is told before the target is loaded
@@ -270,8 +267,3 @@ def _compiler(tokenizer: Tokenizer) -> PreparedCompiler:
         return GrammarCompiler(token_bytes, tokenizer.vocab_size, tokenizer.eos_ids)
 
     return PreparedCompiler(make)
-
-
-def _cores() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -5,21 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
-
 from specserve.core.plan import BlockCopy, SampledTokens, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from specserve.core.protocols import Bitmask, DraftRows
 from specserve.core.tree import EMPTY_TREE
-from specserve.kernels.cpu.memory import populate
+from specserve.kernels.cpu.memory import empty, populate
 from specserve.kernels.cpu.sample import UNDECIDED
+from specserve.kernels.lazy import load
 from specserve.spec.verify import NO_TOKEN, Verified, verify
 from specserve.worker.beams import continuations
 from specserve.worker.logprobs import token_logprobs
 from specserve.worker.runner import ModelRunner
-from specserve.worker.sampler import RowGroup, Sampled, draw, packed_rows, sample
+from specserve.worker.sampler import Logits, RowGroup, Sampled, as_tensor, draw, packed_rows, sample
 from specserve.worker.states import StateTable
 
-_NO_LOGITS = torch.empty(0, 0)  # made once: a step without logits touches nothing of torch
+_NO_LOGITS: Logits = empty((0, 0))
 NO_LEGAL_TOKEN = "the request's options leave no token to choose: its restrictions exclude each other"
 
 
@@ -119,7 +118,6 @@ class LocalExecutor:
             return SampledTokens(r.request_id, r.epoch, (tokens[0],))
         return _verdict(r, verify(r.draft, tokens))
 
-    @torch.inference_mode()
     def _sample(self, plan: StepPlan, masks: Mapping[str, Bitmask]) -> list[SampledTokens]:
         if not masks and self._states.all_packed:
             tokens = draw(self._logits, self._rows(plan), self._vocab_size)
@@ -144,7 +142,6 @@ class LocalExecutor:
             outputs.append(_beam(r, entries) if entries else self._output(r, groups.get(r.request_id), sampled))
         return outputs
 
-    @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRows]) -> list[tuple[int, float]]:
         """One forward of the draft model; see DraftBackend."""
         if self._draft is None:
@@ -171,10 +168,14 @@ class LocalExecutor:
         """
         return sum(runner.measure_swap() for runner in self._runners)
 
+    def prepare(self) -> None:
+        """Import what the models and the tokens of some requests need: nobody who comes later waits for it."""
+        load()
+
     def populate(self) -> None:
         """Take the memory of the caches now, which the first tokens in each block would wait for otherwise."""
         for runner in self._runners:
-            populate(runner.cache.storage)
+            populate(runner.cache.memory)
 
     def close(self) -> None:
         """Drop what the steps left behind; the models go with their last reference."""
@@ -224,7 +225,7 @@ class LocalExecutor:
         for row, token in zip(verified.rows, verified.token_ids, strict=True):
             at = group.first + row
             logits = sampled.processed[at] if group.keep_processed else self._logits[at, : self._vocab_size]
-            entries.append(token_logprobs(logits, token, count))
+            entries.append(token_logprobs(as_tensor(logits), token, count))
         return tuple(entries)
 
 

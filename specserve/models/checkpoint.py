@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from specserve.core.errors import ModelLoadError
 from specserve.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 _NAMES_SHOWN = 5
 # Buffers that old checkpoints saved; they are computed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from specserve.core.errors import ModelLoadError
 from specserve.core.imports import TRANSFORMERS
@@ -68,7 +68,7 @@ class ModelConfig:
             vocab_size=config.vocab_size,
             max_position=config.max_position_embeddings,
             rms_norm_eps=config.rms_norm_eps,
-            inv_freq=tuple(inv_freq.tolist()),
+            inv_freq=inv_freq,
             rope_scale=rope_scale,
             tie_word_embeddings=bool(config.tie_word_embeddings),
             qkv_bias=kind == "qwen2" or attention_bias,
@@ -78,8 +78,8 @@ class ModelConfig:
             windows=_windows(config),
         )
 
-    def info(self, dtype: torch.dtype, name: str, weights: str = "") -> ModelInfo:
-        """What others may know; `weights` is dtype's name where it is not given."""
+    def info(self, dtype: str, name: str, weights: str = "") -> ModelInfo:
+        """What others may know; `weights` is the dtype where it is not given."""
         return ModelInfo(
             num_layers=self.num_layers,
             num_heads=self.num_heads,
@@ -90,7 +90,7 @@ class ModelConfig:
             max_position=self.max_position,
             dtype=dtype,
             name=name,
-            weights=weights or str(dtype).removeprefix("torch."),
+            weights=weights or dtype,
         )
 
 
@@ -115,18 +115,21 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     return dict(getattr(config, "rope_parameters", None) or {})
 
 
-def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
+def _rope(config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
     rope = _rope_parameters(config)
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        return 1.0 / (rope.get("rope_theta", 10000.0) ** exponent), 1.0
+        # Each operation rounded to float32, as in transformers' own, whose powers may be off by an ulp.
+        exponent = np.arange(0, head_dim, 2).astype(np.float32) / np.float32(head_dim)
+        powers = np.power(rope.get("rope_theta", 10000.0), exponent.astype(np.float64)).astype(np.float32)
+        return tuple((np.float32(1.0) / powers).tolist()), 1.0
     # Imported here: it takes longer than a packed model to load.
     with TRANSFORMERS:
+        import torch
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return inv_freq.float(), float(scale)
+    return tuple(inv_freq.float().tolist()), float(scale)
 
 
 def _windows(config: Any) -> tuple[int, ...]:

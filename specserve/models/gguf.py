@@ -7,21 +7,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
 from specserve.core.errors import ModelLoadError
 from specserve.core.imports import TRANSFORMERS
 from specserve.kernels.cpu.packing import Kind
+from specserve.kernels.lazy import num_threads
 from specserve.models.config import ModelConfig
 from specserve.models.gguf_file import GGUFFile, GGUFTensor
 from specserve.models.packed_cache import Source
 from specserve.models.quantize import Rows
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 Progress = Callable[[int, int, str], None]
 
@@ -121,8 +126,8 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
     factors = file.tensors.get(_ROPE_FACTORS)
     if factors is None:
         return config
-    scale = _dequantise(file, factors, torch.float32)
-    frequencies = torch.tensor(config.inv_freq, dtype=torch.float32) / scale
+    scale = _dequantise(file, factors, torch.float32).numpy()
+    frequencies = np.array(config.inv_freq, dtype=np.float32) / scale
     return replace(config, inv_freq=tuple(frequencies.tolist()))
 
 
@@ -136,7 +141,7 @@ def gguf_weights(file: GGUFFile, dtype: torch.dtype, progress: Progress | None =
     names = {t.name: hf_name(file, t.name) for t in wanted}
     total, done = sum(t.num_bytes for t in wanted), 0
     weights: dict[str, torch.Tensor] = {}
-    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+    with ThreadPoolExecutor(num_threads()) as pool:
         made = pool.map(lambda t: _dequantise(file, t, dtype), wanted)
         for tensor, weight in zip(wanted, made, strict=True):
             weights[names[tensor.name]] = weight

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from specserve.core.errors import ModelLoadError
+from specserve.kernels.kv_layout import name_of
 from specserve.models.batch import ForwardBatch
 from specserve.models.checkpoint import some
 from specserve.models.hf_attention import NAME, Layer, paged_step, probing
@@ -61,7 +62,7 @@ class TransformersModel:
             hidden_size=config.hidden_size,
             vocab_size=model.get_output_embeddings().weight.shape[0],
             max_position=_max_position(config),
-            dtype=model.dtype,
+            dtype=name_of(model.dtype),
             name=name,
         )
 
@@ -100,8 +101,9 @@ class TransformersModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         """Logits float32 [m, vocab_size] of the batch's logit rows; every row's K and V is stored in `cache`."""
-        with paged_step(batch, cache), RowwiseMath() if self._invariant else nullcontext():
-            logits = self._run(batch.token_ids, batch.positions, batch.logit_rows)
+        tensors = batch.tensors()
+        with paged_step(tensors, cache), RowwiseMath() if self._invariant else nullcontext():
+            logits = self._run(tensors.token_ids, tensors.positions, tensors.logit_rows)
         return logits.float()
 
     def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from specserve.core.errors import ModelLoadError
 from specserve.kernels.cpu import ops
 from specserve.kernels.kv_layout import store_rows
-from specserve.models.batch import ForwardBatch
+from specserve.models.batch import BatchTensors
 from specserve.models.kv_cache import PagedKVCache
 
 NAME = "specserve_paged"
@@ -40,7 +40,7 @@ class Layer:
 class _Step:
     """The forward that runs in this thread. Without a cache it is the probe, which records the layers."""
 
-    batch: ForwardBatch | None = None
+    batch: BatchTensors | None = None
     cache: PagedKVCache | None = None
     layers: list[Layer] = field(default_factory=list)
     calls: int = 0
@@ -50,7 +50,7 @@ _STEP: ContextVar[_Step] = ContextVar("specserve_step")
 
 
 @contextmanager
-def paged_step(batch: ForwardBatch, cache: PagedKVCache) -> Iterator[None]:
+def paged_step(batch: BatchTensors, cache: PagedKVCache) -> Iterator[None]:
     """Attention calls inside read and write `cache`; the n-th call of a forward is layer n."""
     token = _STEP.set(_Step(batch, cache))
     try:

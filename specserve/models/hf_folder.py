@@ -7,9 +7,8 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from specserve.core.errors import ModelLoadError
@@ -18,6 +17,11 @@ from specserve.kernels.cpu.packing import Kind
 from specserve.models.checkpoint import some
 from specserve.models.packed_cache import Source
 from specserve.models.quantize import Rows
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 Progress = Callable[[int, int, str], None]
 

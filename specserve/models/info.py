@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from specserve.kernels import kv_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class ModelInfo:
     Attributes:
         vocab_size: width of the logits; may be larger than the tokenizer's vocabulary (padding rows).
         max_position: positions that the model supports; a context holds at most so many tokens.
-        dtype: of activations and KV, and of weights that are not quantised.
+        dtype: "float32" or "bfloat16", of activations and KV, and of weights that are not quantised.
         name: as the user named the model.
         weights: what the linear layers run on, such as "bfloat16" or "q4_1+q8_0" (layers + head).
     """
@@ -26,10 +26,11 @@ class ModelInfo:
     hidden_size: int
     vocab_size: int
     max_position: int
-    dtype: torch.dtype
+    dtype: str
     name: str
     weights: str = ""
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of K and V of all layers for one block of `block_size` tokens."""
-        return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        token = self.num_kv_heads * kv_layout.head_bytes(self.head_dim, self.dtype)
+        return 2 * self.num_layers * block_size * token

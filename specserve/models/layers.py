@@ -1,4 +1,4 @@
-"""The parts of one Llama-family layer: weights merged and prepared, rotary tables."""
+"""The parts of one Llama-family layer: weights merged and prepared."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from specserve.core.errors import ModelLoadError
 from specserve.models.config import ModelConfig
 from specserve.models.numerics import Linear, LinearFactory
-
-TABLE_ROWS = 1024
 
 
 @dataclass(slots=True)
@@ -86,25 +84,3 @@ def build_layer(config: ModelConfig, weights: Weights, index: int, linear: Linea
         down=projection("mlp", ("down_proj",), (hidden,), inner, config.mlp_bias),
         window=config.windows[index],
     )
-
-
-class RotaryTable:
-    """cos and sin float32 [positions, head_dim / 2], grown as positions are met.
-
-    It grows in pieces of one size, so that a row never depends on when it was computed.
-    """
-
-    def __init__(self, inv_freq: tuple[float, ...], scale: float) -> None:
-        self._inv_freq = torch.tensor(inv_freq, dtype=torch.float32)
-        self._scale = scale
-        self.cos = torch.empty(0, len(inv_freq))
-        self.sin = torch.empty(0, len(inv_freq))
-
-    def ensure(self, positions: int) -> None:
-        """Make rows 0..positions-1 present."""
-        while self.cos.shape[0] < positions:
-            first = self.cos.shape[0]
-            at = torch.arange(first, first + TABLE_ROWS, dtype=torch.float32)
-            angle = at[:, None] * self._inv_freq
-            self.cos = torch.cat((self.cos, angle.cos() * self._scale))
-            self.sin = torch.cat((self.sin, angle.sin() * self._scale))

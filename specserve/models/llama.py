@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from specserve.kernels.cpu import ops as cpu_ops
-from specserve.models.batch import ForwardBatch
+from specserve.kernels.kv_layout import name_of
+from specserve.models.batch import BatchTensors, ForwardBatch
 from specserve.models.config import ModelConfig
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
-from specserve.models.layers import Layer, RotaryTable, Weights, build_layer
+from specserve.models.layers import Layer, Weights, build_layer
 from specserve.models.numerics import LinearFactory
+from specserve.models.rotary import RotaryTable
 
 
 class LlamaFamily:
@@ -44,7 +46,7 @@ class LlamaFamily:
     ) -> None:
         dtype = dtype or weights["model.embed_tokens.weight"].dtype
         self.config = config
-        self.info: ModelInfo = config.info(dtype, name)
+        self.info: ModelInfo = config.info(name_of(dtype), name)
         self._ops = ops
         self._rotary = RotaryTable(config.inv_freq, config.rope_scale)
         with torch.no_grad():
@@ -63,20 +65,27 @@ class LlamaFamily:
         if batch.num_rows == 0:
             return torch.empty(0, self.info.vocab_size)
         self._rotary.ensure(max(start + count for _, count, _, start in batch.segments))
-        eps, ops = self.config.rms_norm_eps, self._ops
-        residual = F.embedding(batch.token_ids, self._embed).float()
+        eps, ops, tensors = self.config.rms_norm_eps, self._ops, batch.tensors()
+        rotary = torch.from_numpy(self._rotary.cos), torch.from_numpy(self._rotary.sin)
+        residual = F.embedding(tensors.token_ids, self._embed).float()
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         after = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
         for index, layer in enumerate(self._layers):
-            attended = self._attend(layer, x, batch, cache.key[index], cache.value[index])
+            attended = self._attend(layer, x, tensors, rotary, cache.key[index], cache.value[index])
             x = ops.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
             x = ops.add_rms_norm(layer.down(ops.silu_mul(layer.gate_up(x))), residual, after[index], eps)
-        if batch.logit_rows.numel() == 0:
+        if tensors.logit_rows.numel() == 0:
             return torch.empty(0, self.info.vocab_size)
-        return self._head(x[batch.logit_rows]).float()
+        return self._head(x[tensors.logit_rows]).float()
 
     def _attend(
-        self, layer: Layer, x: torch.Tensor, batch: ForwardBatch, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        batch: BatchTensors,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> torch.Tensor:
         """Self-attention's heads [n, num_heads * head_dim], before the output projection."""
         c = self.config
@@ -85,8 +94,7 @@ class LlamaFamily:
             qkv,
             c.num_heads,
             c.num_kv_heads,
-            self._rotary.cos,
-            self._rotary.sin,
+            *rotary,
             batch.positions,
             key,
             value,

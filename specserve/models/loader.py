@@ -6,12 +6,9 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from specserve.core.config import QUANTIZATION
+from specserve.core.config import DTYPES, QUANTIZATION
 from specserve.core.errors import ModelLoadError
 from specserve.core.imports import TRANSFORMERS
 from specserve.kernels.cpu.native import library
@@ -24,7 +21,6 @@ from specserve.models.gguf_tokenizer import gguf_tokenizer
 from specserve.models.hf_folder import FolderTensors, folder_config, folder_weights
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
-from specserve.models.llama import LlamaFamily
 from specserve.models.native import NativeLlama
 from specserve.models.packed_build import Tensors, fill, plan
 from specserve.models.packed_cache import cached
@@ -32,8 +28,12 @@ from specserve.models.packing import PackedModel, assemble
 from specserve.models.source import ModelSource, resolve
 from specserve.models.tokenizer import Tokenizer, folder_tokenizer
 
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
+
 Progress = Callable[[int, int, str], None]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HEAD = "lm_head.weight"
 _log = logging.getLogger(__name__)
 
@@ -60,10 +60,15 @@ class LoadedModel:
 class Options:
     """How a model is loaded; see load_model."""
 
-    dtype: torch.dtype
+    dtype: str
     numerics: str
     quantization: str
     progress: Progress | None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 def load_model(
@@ -86,7 +91,7 @@ def load_model(
     if quantization not in QUANTIZATION:
         known = ", ".join(QUANTIZATION)
         raise ModelLoadError(f"quantization: {quantization!r} is not one of {known}", param="quantization")
-    options = Options(DTYPES[dtype], numerics, quantization, progress)
+    options = Options(dtype, numerics, quantization, progress)
     source = resolve(name, progress=progress)
     loaded = _load_gguf(source, options) if source.kind == "gguf" else _load_folder(source, options)
     _log.info("%s: weights %s, activations and KV %s", name, loaded.info.weights, dtype)
@@ -94,18 +99,18 @@ def load_model(
 
 
 def packed_model(
-    config: ModelConfig, tensors: Tensors, dtype: torch.dtype, quantization: str, progress: Progress | None = None
+    config: ModelConfig, tensors: Tensors, dtype: str, quantization: str, progress: Progress | None = None
 ) -> PackedModel | None:
     """The model for the native forward, from the cache where it is there; None where the kernels do not take it.
 
     Args:
-        dtype: bfloat16 or float32, of what is not quantised.
+        dtype: "bfloat16" or "float32", of what is not quantised.
         quantization: "auto", "none", "q8" or "q4".
     """
     layout = plan(config, tensors, quantization, dtype)
     if layout is None:
         return None
-    variant = f"{quantization} {dtype}"
+    variant = f"{quantization} torch.{dtype}"  # as files are named
     memory = cached(tensors.source(), variant, layout, lambda: fill(config, tensors, layout, progress), progress)
     return assemble(config, layout, memory)
 
@@ -129,7 +134,10 @@ def model_context(name: str) -> int:
 def _load_gguf(source: ModelSource, options: Options) -> LoadedModel:
     file = GGUFFile(source.path)
     config = gguf_model_config(file)
-    read = partial(gguf_weights, file, options.dtype, options.progress)
+
+    def read() -> dict[str, torch.Tensor]:
+        return gguf_weights(file, options.torch_dtype, options.progress)
+
     library()  # before two threads share the interpreter lock, for which each small read of it would wait
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # beside the weights, which are read outside the interpreter lock
         tokenizer = pool.submit(gguf_tokenizer, file, source.name)
@@ -147,11 +155,14 @@ def _load_folder(source: ModelSource, options: Options) -> LoadedModel:
 
         _log.info("%s: %s; running it through transformers in %s", source.name, reason, options.dtype)
         model = TransformersModel.from_folder(
-            source.path, options.dtype, options.numerics, source.name, options.progress
+            source.path, options.torch_dtype, options.numerics, source.name, options.progress
         )
-        return _loaded(model, tokenizer, str(options.dtype).removeprefix("torch."))
+        return _loaded(model, tokenizer, options.dtype)
     config = ModelConfig.from_hf(hf_config)
-    read = partial(folder_weights, source.path, options.dtype, options.progress)
+
+    def read() -> dict[str, torch.Tensor]:
+        return folder_weights(source.path, options.torch_dtype, options.progress)
+
     return _family(source.name, config, FolderTensors(source.path), read, lambda: tokenizer, options)
 
 
@@ -173,17 +184,20 @@ def _family(
         packed = packed_model(config, tensors, options.dtype, options.quantization, options.progress)
     if packed is not None:
         return _loaded(NativeLlama(packed, numerics=options.numerics, name=name), tokenizer(), packed.kinds)
-    if options.dtype == torch.bfloat16:
+    if options.dtype == "bfloat16":
         why = reason or "it does not take the shape of one of its matrices"
         _log.warning("%s: not on the native forward (%s); torch runs it, slower, with weights in bfloat16", name, why)
+    # Imported here, as torch is.
+    from specserve.models.llama import LlamaFamily
+
     weights = fit_weights(read(), shapes, optional=(_HEAD,))
     model = LlamaFamily(config, weights, options.numerics, name=name)
     return _loaded(model, tokenizer(), model.info.weights)
 
 
-def torch_serves(config: ModelConfig, dtype: torch.dtype) -> str | None:
+def torch_serves(config: ModelConfig, dtype: str) -> str | None:
     """Why such a model runs in torch; None where the native forward takes it."""
-    if dtype != torch.bfloat16:
+    if dtype != "bfloat16":
         return f"it computes in bfloat16, not {dtype}"
     if library() is None:
         return "there are no native kernels here"

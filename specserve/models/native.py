@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import addressof, c_char_p, c_int64, c_void_p, cast
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from specserve.core.errors import ModelLoadError
 from specserve.kernels.cpu.forward import PANEL, Forward, Shape, Step, pointer, refusal
+from specserve.kernels.cpu.memory import empty
 from specserve.kernels.cpu.packing import Kind
+from specserve.kernels.kv_layout import ITEM_BYTES
+from specserve.kernels.lazy import num_threads
 from specserve.models.batch import ForwardBatch
 from specserve.models.config import ModelConfig
 from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
-from specserve.models.layers import RotaryTable
 from specserve.models.packing import PackedModel
+from specserve.models.rotary import RotaryTable
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
+
+Logits = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -56,7 +68,7 @@ class _Kept:
 
     batch: ForwardBatch
     cache: PagedKVCache
-    cos: torch.Tensor
+    cos: npt.NDArray[np.float32]
     step: Step
 
 
@@ -77,9 +89,9 @@ class NativeLlama:
             raise ModelLoadError(f"model: the native forward does not run {name}: {reason}", param="model")
         self.config = config
         self.numerics = numerics
-        self.info: ModelInfo = config.info(torch.bfloat16, name)
+        self.info: ModelInfo = config.info("bfloat16", name)
         self._best = (c_int64 * 0)()  # room for ids
-        self._logits = torch.empty(0, self.info.vocab_size)  # room for forward_draw's logits
+        self._logits = empty((0, self.info.vocab_size))  # room for forward_draw's logits
         self._kept: _Kept | None = None
         self._rotary = RotaryTable(config.inv_freq, config.rope_scale)
         embedding = packed.embedding
@@ -92,10 +104,14 @@ class NativeLlama:
 
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         """Store K and V of all rows; return the logits of `batch.logit_rows`, float32 [m, vocab_size]."""
-        logits = torch.empty(batch.logit_rows.numel(), self.info.vocab_size)
+        return torch.from_numpy(self.forward_host(batch, cache))
+
+    def forward_host(self, batch: ForwardBatch, cache: PagedKVCache) -> Logits:
+        """The same as an array."""
+        logits = empty((len(batch.logit_rows), self.info.vocab_size))
         if batch.num_rows:
             step = self._step(batch, cache)
-            step.logits, step.logits_stride = logits.data_ptr(), self.info.vocab_size
+            step.logits, step.logits_stride = logits.ctypes.data, self.info.vocab_size
             self._forward.run(step)
         return logits
 
@@ -114,7 +130,7 @@ class NativeLlama:
 
     def forward_draw(
         self, batch: ForwardBatch, cache: PagedKVCache, vocab_size: int, rows: bytes
-    ) -> tuple[list[int], torch.Tensor]:
+    ) -> tuple[list[int], Logits]:
         """The same where tokens are drawn from nothing but the logits and packed options.
 
         Args:
@@ -126,8 +142,8 @@ class NativeLlama:
         step = self._step(batch, cache)
         count = step.logit_count
         if len(self._logits) < count:
-            self._logits = torch.empty(1 << (count - 1).bit_length(), self.info.vocab_size)
-        step.logits, step.logits_stride = self._logits.data_ptr(), self.info.vocab_size
+            self._logits = empty((1 << (count - 1).bit_length(), self.info.vocab_size))
+        step.logits, step.logits_stride = self._logits.ctypes.data, self.info.vocab_size
         step.sampled = cast(c_char_p(rows), c_void_p).value
         self._choose(step, vocab_size)
         return self._best[:count], self._logits[:count]
@@ -157,9 +173,9 @@ class NativeLlama:
         step = self._new_step(batch, cache)  # it sets fields that another forward would not reset
         layers = torch.tensor(list(partial.keep_layers), dtype=torch.int64)
         step.first_layer, step.last_layer = partial.first_layer, last
-        step.hidden_in, step.hidden_out = pointer(partial.hidden), result.hidden.data_ptr()
+        step.hidden_in, step.hidden_out = _pointer(partial.hidden), result.hidden.data_ptr()
         step.num_kept, step.kept_layers = len(layers), layers.data_ptr()
-        step.num_kept_rows, step.kept_rows, step.kept = len(rows), pointer(rows), result.kept.data_ptr()
+        step.num_kept_rows, step.kept_rows, step.kept = len(rows), _pointer(rows), result.kept.data_ptr()
         columns = None
         panels = torch.empty(0, dtype=torch.int64)
         if last == self.info.num_layers:
@@ -169,7 +185,7 @@ class NativeLlama:
                 columns = place * PANEL + partial.vocabulary % PANEL
                 step.num_panels, step.panels = len(panels), panels.data_ptr()
                 width = len(panels) * PANEL
-            result.logits = torch.empty(batch.logit_rows.numel(), width)
+            result.logits = torch.empty(len(batch.logit_rows), width)
             step.logits, step.logits_stride = result.logits.data_ptr(), width
         self._forward.run(step)
         if columns is not None:
@@ -195,11 +211,11 @@ class NativeLlama:
         return step
 
     def _new_step(self, batch: ForwardBatch, cache: PagedKVCache) -> Step:
-        assert cache.dtype == torch.bfloat16
-        key = cache.storage
+        assert cache.dtype == "bfloat16"
+        at, layer_bytes = cache.memory.ctypes.data, cache.layer_bytes
         return Step(
             rows=batch.num_rows,
-            logit_count=batch.logit_rows.numel(),
+            logit_count=len(batch.logit_rows),
             token_ids=pointer(batch.token_ids),
             positions=pointer(batch.positions),
             slots=pointer(batch.slots),
@@ -207,14 +223,14 @@ class NativeLlama:
             tables=pointer(batch.block_tables),
             table_stride=batch.block_tables.shape[1],
             logit_rows=pointer(batch.logit_rows),
-            key_cache=key[0].data_ptr(),
-            value_cache=key[1].data_ptr(),
-            layer_stride=key.stride(1),
+            key_cache=at,
+            value_cache=at + cache.num_layers * layer_bytes,
+            layer_stride=layer_bytes // ITEM_BYTES[cache.dtype],
             block_size=cache.block_size,
             cos=pointer(self._rotary.cos),
             sin=pointer(self._rotary.sin),
             last_layer=self.info.num_layers,
-            threads=torch.get_num_threads(),
+            threads=num_threads(),
         )
 
     def _check(self, partial: Partial, batch: ForwardBatch) -> None:
@@ -241,6 +257,10 @@ class NativeLlama:
                 raise ValueError(f"{name} is not int64 [n] without gaps")
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
                 raise ValueError(f"{name}: ids are not within 0..{limit - 1}")
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _shape(config: ModelConfig) -> Shape:

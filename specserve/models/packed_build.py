@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from specserve.kernels.cpu import packing
 from specserve.kernels.cpu.memory import huge
 from specserve.kernels.cpu.packing import Kind
 from specserve.models.config import ModelConfig
-from specserve.models.packed_cache import Source
+from specserve.models.packed_cache import Memory, Source
 from specserve.models.packing import (
     EMBEDDING,
     HEAD,
@@ -25,6 +23,11 @@ from specserve.models.packing import (
     layer_norms,
 )
 from specserve.models.quantize import FLOATS, Rows, common, convert, wanted
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 Progress = Callable[[int, int, str], None]
 log = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ class Tensors(Protocol):
         """float32 [n]."""
 
 
-def plan(config: ModelConfig, tensors: Tensors, mode: str, dtype: torch.dtype) -> Layout | None:
+def plan(config: ModelConfig, tensors: Tensors, mode: str, dtype: str) -> Layout | None:
     """The layout of the packed model; None where the native kernels do not take one of its shapes.
 
     Args:
@@ -95,7 +98,7 @@ def plan(config: ModelConfig, tensors: Tensors, mode: str, dtype: torch.dtype) -
     return Layout(tuple(entries), entries[-1].offset + entries[-1].nbytes) if taken else None
 
 
-def fill(config: ModelConfig, tensors: Tensors, layout: Layout, progress: Progress | None = None) -> torch.Tensor:
+def fill(config: ModelConfig, tensors: Tensors, layout: Layout, progress: Progress | None = None) -> Memory:
     """Memory uint8 [layout.nbytes] with the model in it; beyond it, the tensors of one matrix are held at a time."""
     memory = huge(layout.nbytes)
     entries = {entry.name: entry for entry in layout.entries}
@@ -104,7 +107,7 @@ def fill(config: ModelConfig, tensors: Tensors, layout: Layout, progress: Progre
         entry = entries[name]
         out = memory[entry.offset : entry.offset + entry.nbytes]
         if entry.k == 0 or name == "embedding":
-            out.copy_(joined.contiguous().view(torch.uint8).view(-1))
+            torch.from_numpy(out).copy_(joined.contiguous().view(torch.uint8).view(-1))
         else:
             packing.pack_rows(entry.kind, entry.k, joined, out)
         if progress is not None:
@@ -129,12 +132,12 @@ def fill(config: ModelConfig, tensors: Tensors, layout: Layout, progress: Progre
     return memory
 
 
-def _matrix_kind(tensors: Tensors, at: str, matrix: Matrix, mode: str, dtype: torch.dtype) -> tuple[Kind, bool]:
+def _matrix_kind(tensors: Tensors, at: str, matrix: Matrix, mode: str, dtype: str) -> tuple[Kind, bool]:
     """The kind of a matrix, and whether all of its parts come to it without more loss than asked for."""
     return common([wanted(tensors.kind(f"{at}.{stem}.weight"), mode, dtype) for stem in matrix.stems])
 
 
-def _embedding_kind(kind: Kind | None, mode: str, dtype: torch.dtype) -> Kind:
+def _embedding_kind(kind: Kind | None, mode: str, dtype: str) -> Kind:
     """Floats or q8, one of which every row can be read as."""
     want = wanted(kind, mode, dtype, table=True)
     if want is Kind.Q4_0:

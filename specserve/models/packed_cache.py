@@ -26,14 +26,17 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from specserve.core.errors import ModelLoadError
 from specserve.kernels.cpu.memory import huge
+from specserve.kernels.lazy import num_threads
 from specserve.models.home import home, locked
 from specserve.models.packing import Layout
 
 Progress = Callable[[int, int, str], None]
+Memory = npt.NDArray[np.uint8]
 log = logging.getLogger(__name__)
 
 LIMIT = 32 << 30  # bytes of all files
@@ -75,8 +78,8 @@ class _Unfit(Exception):
 
 
 def cached(
-    source: Source, variant: str, layout: Layout, make: Callable[[], torch.Tensor], progress: Progress | None = None
-) -> torch.Tensor:
+    source: Source, variant: str, layout: Layout, make: Callable[[], Memory], progress: Progress | None = None
+) -> Memory:
     """The memory of the packed model, uint8 [layout.nbytes]: read if it is in the cache, else made and written there.
 
     Several processes may ask at once; one makes it. A cache that cannot be written is told in the log, once.
@@ -127,7 +130,7 @@ def _expected(source: Source, variant: str, layout: Layout) -> dict[str, Any]:
 
 def _read(
     path: Path, expected: dict[str, Any], nbytes: int, progress: Progress | None, *, quiet: bool = False
-) -> torch.Tensor | None:
+) -> Memory | None:
     try:
         with path.open("rb") as file:
             header, start = _header(file.fileno())
@@ -166,10 +169,10 @@ def _header(descriptor: int) -> tuple[dict[str, Any], int]:
     return header, -(-(_START.size + length) // _PAGE) * _PAGE
 
 
-def _fill(descriptor: int, start: int, memory: torch.Tensor, checksums: list[int], progress: Progress | None) -> bool:
-    """Read the memory on torch's threads; whether every chunk is what it was."""
-    view = memory.numpy().data
-    chunks = _chunks(memory.numel())
+def _fill(descriptor: int, start: int, memory: Memory, checksums: list[int], progress: Progress | None) -> bool:
+    """Read the memory on several threads; whether every chunk is what it was."""
+    view = memory.data
+    chunks = _chunks(memory.nbytes)
     if len(chunks) != len(checksums):
         return False
 
@@ -178,21 +181,21 @@ def _fill(descriptor: int, start: int, memory: torch.Tensor, checksums: list[int
         part = view[first:end]
         return os.preadv(descriptor, [part], start + first) == len(part) and zlib.crc32(part) == checksums[i]
 
-    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+    with ThreadPoolExecutor(num_threads()) as pool:
         for i, good in enumerate(pool.map(read, range(len(chunks)))):
             if not good:
                 pool.shutdown(cancel_futures=True)
                 return False
             if progress is not None:
-                progress(chunks[i][1], memory.numel(), "weights")
+                progress(chunks[i][1], memory.nbytes, "weights")
     return True
 
 
-def _write(path: Path, expected: dict[str, Any], memory: torch.Tensor) -> None:
+def _write(path: Path, expected: dict[str, Any], memory: Memory) -> None:
     """Write the file whole or not at all; a disk that is full or broken is told in the log."""
-    view = memory.numpy().data
-    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        checksums = list(pool.map(lambda chunk: zlib.crc32(view[chunk[0] : chunk[1]]), _chunks(memory.numel())))
+    view = memory.data
+    with ThreadPoolExecutor(num_threads()) as pool:
+        checksums = list(pool.map(lambda chunk: zlib.crc32(view[chunk[0] : chunk[1]]), _chunks(memory.nbytes)))
     text = json.dumps({**expected, "checksums": checksums}).encode()
     start = _START.pack(MAGIC, len(text), zlib.crc32(text)) + text
     part = path.with_name(f"part-{path.name}")

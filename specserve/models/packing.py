@@ -7,13 +7,20 @@ image, and either way the model is views of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from specserve.kernels.cpu import packing
 from specserve.kernels.cpu.packing import Kind, PackedWeights
 from specserve.models.config import ModelConfig
 from specserve.models.quantize import LABELS
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 INTERLEAVE = 16  # rows of gate, then so many of up: a panel of 32 outputs holds both
 EMBEDDING, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm"
@@ -25,17 +32,17 @@ class PackedEmbedding:
 
     Attributes:
         kind: F32, BF16 or Q8.
-        rows: float32 or bfloat16 [vocab, hidden], or uint8 [vocab, hidden / 32 * 34] of Q8 blocks.
+        k: hidden.
+        rows: uint8 [vocab, packing.row_bytes(kind, hidden)].
     """
 
     kind: Kind
-    rows: torch.Tensor
+    k: int
+    rows: npt.NDArray[np.uint8]
 
     def dequantise(self) -> torch.Tensor:
         """float32 [vocab, hidden]."""
-        if self.kind is not Kind.Q8:
-            return self.rows.float()
-        return packing.dequantise_rows(self.kind, self.rows, self.rows.shape[1] // 34 * packing.BLOCK)
+        return packing.dequantise_rows(self.kind, torch.from_numpy(self.rows), self.k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +56,12 @@ class PackedLayer:
         window: positions a row sees, 0 for all.
     """
 
-    input_norm: torch.Tensor
+    input_norm: npt.NDArray[np.float32]
     qkv: PackedWeights
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: npt.NDArray[np.float32] | None
+    k_norm: npt.NDArray[np.float32] | None
     output: PackedWeights
-    mlp_norm: torch.Tensor
+    mlp_norm: npt.NDArray[np.float32]
     gate_up: PackedWeights
     down: PackedWeights
     window: int
@@ -62,7 +69,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """A model's weights, packed; its tensors are views of one piece of memory.
+    """A model's weights, packed; its arrays are views of one piece of memory.
 
     Attributes:
         norm: float32 [hidden].
@@ -72,7 +79,7 @@ class PackedModel:
     config: ModelConfig
     embedding: PackedEmbedding
     layers: list[PackedLayer]
-    norm: torch.Tensor
+    norm: npt.NDArray[np.float32]
     head: PackedWeights
 
     @property
@@ -163,15 +170,15 @@ class Layout:
     nbytes: int
 
 
-def assemble(config: ModelConfig, layout: Layout, memory: torch.Tensor) -> PackedModel:
+def assemble(config: ModelConfig, layout: Layout, memory: npt.NDArray[np.uint8]) -> PackedModel:
     """The model over memory, uint8 [layout.nbytes], that holds its tensors. KeyError: a tensor has no place."""
     entries = {entry.name: entry for entry in layout.entries}
 
-    def data(name: str) -> torch.Tensor:
+    def data(name: str) -> npt.NDArray[np.uint8]:
         return memory[entries[name].offset : entries[name].offset + entries[name].nbytes]
 
-    def vector(name: str) -> torch.Tensor:
-        return data(name).view(torch.float32)
+    def vector(name: str) -> npt.NDArray[np.float32]:
+        return data(name).view(np.float32)
 
     def packed(name: str) -> PackedWeights:
         entry, bias = entries[name], f"{name}.bias"
@@ -192,10 +199,9 @@ def assemble(config: ModelConfig, layout: Layout, memory: torch.Tensor) -> Packe
         )
 
     table = entries["embedding"]
-    rows = data("embedding").view(packing.DTYPES.get(table.kind, torch.uint8)).view(table.n, -1)
     return PackedModel(
         config=config,
-        embedding=PackedEmbedding(table.kind, rows),
+        embedding=PackedEmbedding(table.kind, table.k, data("embedding").reshape(table.n, -1)),
         layers=[layer(i) for i in range(config.num_layers)],
         norm=vector("norm"),
         head=packed("head"),
@@ -205,7 +211,7 @@ def assemble(config: ModelConfig, layout: Layout, memory: torch.Tensor) -> Packe
 def unpack(model: PackedModel) -> dict[str, torch.Tensor]:
     """What the packed weights stand for: float32 tensors under transformers' names."""
     config = model.config
-    weights = {f"{EMBEDDING}.weight": model.embedding.dequantise(), f"{NORM}.weight": model.norm}
+    weights = {f"{EMBEDDING}.weight": model.embedding.dequantise(), f"{NORM}.weight": torch.from_numpy(model.norm)}
     for i, layer in enumerate(model.layers):
         at = f"model.layers.{i}"
         for matrix in layer_matrices(config):
@@ -213,10 +219,10 @@ def unpack(model: PackedModel) -> dict[str, torch.Tensor]:
             for stem, part in zip(matrix.stems, matrix.separated(packed.dequantise()), strict=True):
                 weights[f"{at}.{stem}.weight"] = part
             if packed.bias is not None:
-                for stem, part in zip(matrix.stems, matrix.separated(packed.bias), strict=True):
+                for stem, part in zip(matrix.stems, matrix.separated(torch.from_numpy(packed.bias)), strict=True):
                     weights[f"{at}.{stem}.bias"] = part
         for name, (stem, _) in layer_norms(config).items():
-            weights[f"{at}.{stem}.weight"] = getattr(layer, name)
+            weights[f"{at}.{stem}.weight"] = torch.from_numpy(getattr(layer, name))
     if not config.tie_word_embeddings:
         weights[f"{HEAD}.weight"] = model.head.dequantise()
     return weights

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from specserve.kernels.cpu import packing
 from specserve.kernels.cpu.packing import Kind
+from specserve.kernels.kv_layout import name_of
 
-FLOATS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
+
+FLOATS = {name: kind for kind, name in packing.FLOATS.items()}
 LABELS = {Kind.F32: "float32", Kind.BF16: "bfloat16", Kind.Q8: "q8_0", Kind.Q4_0: "q4_0", Kind.Q4_1: "q4_1"}
 _HALF_MAX = 65504.0
 
@@ -32,15 +37,15 @@ class Rows:
     @classmethod
     def of(cls, weight: torch.Tensor) -> Rows:
         """Of a float tensor [n, k]; other types than float32 and bfloat16 become float32."""
-        weight = weight if weight.dtype in FLOATS else weight.float()
-        return cls(FLOATS[weight.dtype], weight.shape[1], weight.contiguous().view(torch.uint8))
+        weight = weight if name_of(weight.dtype) in FLOATS else weight.float()
+        return cls(FLOATS[name_of(weight.dtype)], weight.shape[1], weight.contiguous().view(torch.uint8))
 
     def dequantise(self) -> torch.Tensor:
         """float32 [n, k]."""
         return packing.dequantise_rows(self.kind, self.data, self.k)
 
 
-def wanted(kind: Kind | None, mode: str, dtype: torch.dtype, *, table: bool = False) -> Kind:
+def wanted(kind: Kind | None, mode: str, dtype: str, *, table: bool = False) -> Kind:
     """What a matrix is brought to.
 
     Args:
@@ -78,7 +83,7 @@ def convert(rows: Rows, kind: Kind) -> Rows:
             return exact
     values = rows.dequantise()
     if not kind.quantised:
-        return Rows.of(values.to(packing.DTYPES[kind]))
+        return Rows.of(values.to(packing.float_dtype(kind)))
     return Rows(kind, rows.k, packing.quantise_rows(kind, values))
 
 

@@ -8,18 +8,25 @@ logits, its request's options and its position, never on the other rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from specserve.core.plan import TokenLogprobs
 from specserve.kernels.cpu.ops import log_softmax
+from specserve.kernels.lazy import inference
 from specserve.worker.logprobs import best_ids
 from specserve.worker.process import apply_options
-from specserve.worker.sampler import RowGroup, batches
+from specserve.worker.sampler import Logits, RowGroup, as_tensor, batches
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 
-def continuations(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_size: int) -> list[tuple[TokenLogprobs, ...]]:
+@inference
+def continuations(logits: Logits, groups: Sequence[RowGroup], vocab_size: int) -> list[tuple[TokenLogprobs, ...]]:
     """For each group one entry a row: token_id -1, the best continuations in top_ids, best first, equal ones by id.
 
     There are so many that the best `beams` that end nothing are among them, and at least `logprobs`. Tokens that the
@@ -28,7 +35,7 @@ def continuations(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_size: 
     Args:
         logits: float32 [m, at least vocab_size]; not changed. Ids from vocab_size on are padding.
     """
-    logits = logits[:, :vocab_size]
+    logits = as_tensor(logits)[:, :vocab_size]
     found: list[tuple[TokenLogprobs, ...]] = []
     for batch in batches(groups):
         rows = np.concatenate([np.arange(g.first, g.first + g.count) for g in batch])

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
-from specserve.kernels.cpu.ops import swap_in, swap_out
+from specserve.kernels.cpu import ops
+from specserve.kernels.cpu.move import Blocks, move
 from specserve.models.kv_cache import PagedKVCache
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 
 class HostBlocks:
@@ -23,23 +31,44 @@ class HostBlocks:
 
     def __init__(self, cache: PagedKVCache, num_blocks: int) -> None:
         self._cache = cache
-        planes, block = cache.storage.shape[:2], cache.storage.shape[3:]
-        self.storage = torch.empty(
-            num_blocks, *planes, *block, dtype=cache.dtype, pin_memory=cache.storage.is_cuda and num_blocks > 0
-        )
+        self._shape = (num_blocks, *cache.shape[:2], *cache.shape[3:])
+        self._block_bytes = cache.nbytes // cache.num_blocks if cache.num_blocks else 0
+        self._memory = np.empty(num_blocks * self._block_bytes if cache.memory.size else 0, np.uint8)
+
+    @cached_property
+    def storage(self) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, self._cache.dtype)
+        if self._cache.memory.size:
+            return torch.from_numpy(self._memory).view(dtype).view(self._shape)
+        pinned = self._cache.storage.is_cuda and self.num_blocks > 0
+        return torch.empty(self._shape, dtype=dtype, pin_memory=pinned)
 
     @property
     def num_blocks(self) -> int:
-        return len(self.storage)
+        return self._shape[0]
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy each (block of the cache, slot), no slot twice. Raises IndexError for what is not there."""
-        swap_out(self._cache.storage, self.storage, pairs)
+        if self._cache.movable:
+            move(self._cache.blocks, self._blocks(self._cache.blocks), pairs)
+        else:
+            ops.swap_out(self._cache.storage, self.storage, pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy each (block of the cache, slot) back, no block twice. Raises IndexError for what is not there."""
-        swap_in(self._cache.storage, self.storage, pairs)
+        if self._cache.movable:
+            move(self._blocks(self._cache.blocks), self._cache.blocks, [(slot, block) for block, slot in pairs])
+        else:
+            ops.swap_in(self._cache.storage, self.storage, pairs)
 
     def close(self) -> None:
         """Give the memory back; idempotent."""
-        self.storage = self.storage[:0].clone()
+        self._shape = (0, *self._shape[1:])
+        self._memory = self._memory[:0].copy()
+        self.__dict__.pop("storage", None)
+
+    def _blocks(self, cache: Blocks) -> Blocks:
+        """Of this memory, with the pieces that the cache's blocks have."""
+        return Blocks(
+            self._memory.ctypes.data, self.num_blocks, cache.planes, cache.piece, cache.piece, self._block_bytes
+        )

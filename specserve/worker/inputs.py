@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from specserve.models.batch import ForwardBatch
 
@@ -28,7 +27,7 @@ class Rows(Protocol):
 class BatchBuilder:
     """Makes the batches of one runner, each of which is used up before the next is made.
 
-    Decoding steps follow each other with the same requests: their tensors are made once and written in place.
+    Decoding steps follow each other with the same requests: their arrays are made once and written in place.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -68,14 +67,14 @@ class _Decodes:
         self._numbers, self._pack = numbers.data, struct.Struct(f"={3 * count}q").pack_into
         self._tables = np.zeros((count, self._width), dtype=np.int32)
         self._lines: list[list[int]] = [[] for _ in range(count)]
-        tokens, positions, slots = map(torch.from_numpy, numbers)
+        tokens, positions, slots = numbers
         self._batch = ForwardBatch(
             token_ids=tokens,
             positions=positions,
             slots=slots,
-            row_sequence=torch.arange(count, dtype=torch.int32),
-            block_tables=torch.from_numpy(self._tables),
-            logit_rows=torch.arange(count),
+            row_sequence=np.arange(count, dtype=np.int32),
+            block_tables=self._tables,
+            logit_rows=np.arange(count, dtype=np.int64),
             kept=True,
         )
 
@@ -117,12 +116,12 @@ def _mixed(
     wanted = np.array(num_logits, dtype=np.int64)
     tokens = np.concatenate([np.array(i.token_ids, dtype=np.int64) for i in items])
     return ForwardBatch(
-        token_ids=torch.from_numpy(tokens),
-        positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(slots),
-        row_sequence=torch.from_numpy(sequence.astype(np.int32)),
-        block_tables=torch.from_numpy(tables),
-        logit_rows=torch.from_numpy(_last_rows(first + counts, wanted)),
+        token_ids=tokens,
+        positions=positions,
+        slots=slots,
+        row_sequence=sequence.astype(np.int32),
+        block_tables=tables,
+        logit_rows=_last_rows(first + counts, wanted),
         segments=list(zip(first.tolist(), counts.tolist(), range(len(items)), starts.tolist(), strict=True)),
     )
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-
-import torch
+from typing import TYPE_CHECKING
 
 from specserve.core.plan import TokenLogprobs
+from specserve.kernels.lazy import inference
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 
+@inference
 def token_logprobs(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
     """From the logits of one position, float32 [V]: log_softmax over it, the `count` best first, ties by id."""
     logprobs = torch.log_softmax(row, 0)

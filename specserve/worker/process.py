@@ -6,12 +6,19 @@ is elementwise, so that no row depends on the rows beside it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from specserve.core.protocols import Bitmask
 from specserve.kernels.cpu.ops import apply_bitmask_
 from specserve.worker.states import SamplingState
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 NEVER = float("-inf")
 
@@ -21,22 +28,23 @@ def grammar(rows: torch.Tensor, mask: Bitmask) -> None:
     apply_bitmask_(rows, torch.from_numpy(np.ascontiguousarray(mask, dtype=np.int32)))
 
 
-def forbid(rows: torch.Tensor, forbidden: torch.Tensor) -> None:
+def forbid(rows: torch.Tensor, forbidden: npt.NDArray[np.bool_]) -> None:
     """rows float32 [n, V], forbidden bool [V]."""
-    rows.masked_fill_(forbidden, NEVER)
+    rows.masked_fill_(torch.from_numpy(forbidden), NEVER)
 
 
-def min_tokens(row: torch.Tensor, end_ids: torch.Tensor, *, guided: bool) -> None:
+def min_tokens(row: torch.Tensor, end_ids: npt.NDArray[np.int64], *, guided: bool) -> None:
     """No end token yet. Where a grammar leaves nothing else, the grammar wins. row float32 [V]."""
-    kept = row[end_ids]
-    row[end_ids] = NEVER
+    ids = torch.from_numpy(end_ids)
+    kept = row[ids]
+    row[ids] = NEVER
     if guided and not bool(torch.isfinite(row).any()):
-        row[end_ids] = kept
+        row[ids] = kept
 
 
-def add_bias(rows: torch.Tensor, bias: tuple[torch.Tensor, torch.Tensor]) -> None:
+def add_bias(rows: torch.Tensor, bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]) -> None:
     """rows float32 [n, V], bias (int64 [b], float32 [b])."""
-    rows[:, bias[0]] += bias[1]
+    rows[:, torch.from_numpy(bias[0])] += torch.from_numpy(bias[1])
 
 
 def penalise(row: torch.Tensor, state: SamplingState, counts: torch.Tensor) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from specserve.core.plan import BlockCopy, BlockSwap, StepPlan
 from specserve.models.batch import ForwardBatch
@@ -15,7 +13,10 @@ from specserve.models.info import ModelInfo
 from specserve.models.kv_cache import PagedKVCache
 from specserve.worker.host import HostBlocks
 from specserve.worker.inputs import BatchBuilder, Rows
-from specserve.worker.sampler import best
+from specserve.worker.sampler import Logits, best
+
+if TYPE_CHECKING:
+    import torch
 
 MEASURED_BYTES = 4 * 2**20  # moved at a time to measure what a swap costs
 
@@ -24,8 +25,9 @@ class Model(Protocol):
     """What every model of specserve.models is.
 
     One may also have forward_best(batch, cache, vocab_size) -> list[int], one of each of batch.logit_rows: the ids of
-    the largest logits below vocab_size, the lowest of equal ones, NO_TOKEN (-1) where that logit is not finite; and
-    forward_draw(batch, cache, vocab_size, rows) -> (list[int], logits), the ids that `sample_rows` gives of these rows.
+    the largest logits below vocab_size, the lowest of equal ones, NO_TOKEN (-1) where that logit is not finite;
+    forward_draw(batch, cache, vocab_size, rows) -> (list[int], logits), the ids that `sample_rows` gives of these rows;
+    and forward_host, forward's logits as an array.
     """
 
     @property
@@ -54,7 +56,6 @@ class ModelRunner:
     def info(self) -> ModelInfo:
         return self.model.info
 
-    @torch.inference_mode()
     def move(self, plan: StepPlan) -> float:
         """The plan's KV moves of this pool: swaps out, swaps in, copies.
 
@@ -70,17 +71,17 @@ class ModelRunner:
         self.copy(plan.copies)
         return seconds
 
-    @torch.inference_mode()
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Copy blocks of this pool."""
         pairs = [(c.src, c.dst) for c in copies if c.pool == self.pool]
         if pairs:
             self.cache.copy_blocks(pairs)
 
-    @torch.inference_mode()
-    def forward(self, items: Sequence[Rows], num_logits: Sequence[int]) -> torch.Tensor:
+    def forward(self, items: Sequence[Rows], num_logits: Sequence[int]) -> Logits:
         """Logits of the last num_logits[i] rows of each item, float32 [sum, width]."""
-        return self.model.forward(self._builder.build(items, num_logits), self.cache)
+        forward = getattr(self.model, "forward_host", self.model.forward)
+        logits: Logits = forward(self._builder.build(items, num_logits), self.cache)
+        return logits
 
     def best(self, items: Sequence[Rows], num_logits: Sequence[int], vocab_size: int) -> list[int]:
         """Greedy tokens of the same rows, without their logits where the model can do without.
@@ -92,8 +93,7 @@ class ModelRunner:
         if forward_best is not None:
             found: list[int] = forward_best(batch, self.cache, vocab_size)
             return found
-        with torch.inference_mode():
-            return best(self.model.forward(batch, self.cache)[:, :vocab_size])
+        return best(self.model.forward(batch, self.cache)[:, :vocab_size])
 
     @property
     def draws(self) -> bool:
@@ -102,17 +102,16 @@ class ModelRunner:
 
     def draw(
         self, items: Sequence[Rows], num_logits: Sequence[int], vocab_size: int, rows: bytes
-    ) -> tuple[list[int], torch.Tensor]:
+    ) -> tuple[list[int], Logits]:
         """Tokens of the same rows drawn in the forward itself, and their logits, which last until the next forward.
 
         Args:
             rows: packed rows as `sample_rows` has them, without pointers to logits.
         """
         batch = self._builder.build(items, num_logits)
-        drawn: tuple[list[int], torch.Tensor] = self.model.forward_draw(batch, self.cache, vocab_size, rows)  # type: ignore[attr-defined]
+        drawn: tuple[list[int], Logits] = self.model.forward_draw(batch, self.cache, vocab_size, rows)  # type: ignore[attr-defined]
         return drawn
 
-    @torch.inference_mode()
     def measure_swap(self) -> float:
         """Seconds to move one block one way; infinite without host memory. Call it while no plan is being run.
 
@@ -120,7 +119,7 @@ class ModelRunner:
         """
         if self.host.num_blocks == 0:
             return math.inf
-        size = self.cache.storage.nbytes // self.cache.num_blocks
+        size = self.cache.nbytes // self.cache.num_blocks
         count = max(1, min(MEASURED_BYTES // size, self.cache.num_blocks))
         scratch = HostBlocks(self.cache, count)
         pairs = [(i, i) for i in range(count)]

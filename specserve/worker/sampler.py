@@ -6,19 +6,30 @@ row gives depends on its logits, its request's options and seed and its position
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from specserve.core.protocols import Bitmask
+from specserve.kernels.cpu.memory import empty
 from specserve.kernels.cpu.ops import argmax, gumbel
 from specserve.kernels.cpu.sample import NO_TOKEN, ROW, UNDECIDED, best_rows, sample_rows
+from specserve.kernels.lazy import inference
 from specserve.worker.process import apply_options
 from specserve.worker.states import SamplingState
 from specserve.worker.truncate import truncate
 
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
+
+HostLogits = npt.NDArray[np.float32]
+Logits: TypeAlias = "HostLogits | torch.Tensor"
 MAX_ROWS = 32  # rows processed at once: bounds the memory of their copies
 
 
@@ -66,10 +77,10 @@ class Sampled:
 
     token_ids: list[int]
     probs: list[float] = field(default_factory=list)
-    processed: dict[int, torch.Tensor] = field(default_factory=dict)
+    processed: dict[int, HostLogits] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_size: int, *, probs: bool = False) -> Sampled:
+def sample(logits: Logits, groups: Sequence[RowGroup], vocab_size: int, *, probs: bool = False) -> Sampled:
     """Sample every row: natively where that can be had and decides the row, else in torch, with the same result.
 
     Args:
@@ -82,27 +93,40 @@ def sample(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_size: int, *,
     others = [g for g in groups if not g.plain]
     if len(others) < len(groups):
         result.token_ids = best(logits)
+    host = on_host(logits)
+    if others and host is not None:
+        others = _draw(host, others, result, probs)
     if others:
-        others = _draw(logits, others, result, probs)
-    for batch in batches(others):
-        rows = np.concatenate([np.arange(g.first, g.first + g.count) for g in batch])
-        tokens = _sample(logits, rows, batch, result, probs)
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            result.token_ids[row] = token
+        _sample(as_tensor(logits), others, result, probs)
     return result
 
 
-def draw(logits: torch.Tensor, groups: Iterable[tuple[bytes | None, int, int]], vocab_size: int) -> list[int] | None:
+def on_host(logits: Logits) -> HostLogits | None:
+    """Logits as an array over the same memory, with adjacent columns; None where they are not so."""
+    if not isinstance(logits, np.ndarray):
+        if logits.device.type != "cpu":
+            return None
+        logits = logits.numpy()
+    return logits if logits.strides[1] == logits.itemsize else None
+
+
+def as_tensor(logits: Logits) -> torch.Tensor:
+    """Logits as a tensor over the same memory."""
+    return torch.from_numpy(logits) if isinstance(logits, np.ndarray) else logits
+
+
+def draw(logits: Logits, groups: Iterable[tuple[bytes | None, int, int]], vocab_size: int) -> list[int] | None:
     """What `sample` gives where nothing but packed options and the logits decides; None where torch must decide.
 
     Args:
         logits: as in `sample`.
         groups: see `packed_rows`.
     """
-    if logits.stride(1) != 1:
+    host = on_host(logits)
+    if host is None:
         return None
-    rows = packed_rows(groups, logits.data_ptr(), logits.stride(0) * logits.element_size())
-    tokens = None if rows is None else sample_rows((rows,), len(logits), vocab_size)
+    rows = packed_rows(groups, host.ctypes.data, host.strides[0])
+    tokens = None if rows is None else sample_rows((rows,), len(host), vocab_size)
     return None if tokens is None or UNDECIDED in tokens else tokens
 
 
@@ -123,17 +147,18 @@ def packed_rows(groups: Iterable[tuple[bytes | None, int, int]], at: int = 0, st
     return b"".join(parts)
 
 
-def best(logits: torch.Tensor) -> list[int]:
+def best(logits: Logits) -> list[int]:
     """argmax of each row of float32 [n, V], the lowest id among equals; NO_TOKEN where that entry is not finite."""
-    found = best_rows(logits) if logits.stride(1) == 1 else None
-    return _best(logits).tolist() if found is None else found
+    host = on_host(logits)
+    found = None if host is None else best_rows(host)
+    return _best(as_tensor(logits)).tolist() if found is None else found
 
 
-def _draw(logits: torch.Tensor, groups: Sequence[RowGroup], result: Sampled, probs: bool) -> list[RowGroup]:
+def _draw(logits: HostLogits, groups: Sequence[RowGroup], result: Sampled, probs: bool) -> list[RowGroup]:
     """Sample groups natively; those that are left."""
-    at, stride, vocab_size = logits.data_ptr(), logits.stride(0) * logits.element_size(), logits.shape[1]
+    at, stride, vocab_size = logits.ctypes.data, logits.strides[0], logits.shape[1]
     left, parts, drawn = [], [], []
-    processed: dict[int, torch.Tensor] = {}
+    processed: dict[int, HostLogits] = {}
     for g in groups:
         options, mask = g.state.packed, g.mask
         if options is None or g.state.below_minimum(g.position) or (mask is not None and not _readable(mask)):
@@ -144,12 +169,12 @@ def _draw(logits: torch.Tensor, groups: Sequence[RowGroup], result: Sampled, pro
         for j in range(g.count):
             row, kept = g.first + j, 0
             if keeps:
-                processed[row] = torch.empty(vocab_size)
-                kept = processed[row].data_ptr()
+                processed[row] = empty((vocab_size,))
+                kept = processed[row].ctypes.data
             parts.append(ROW.pack(at + row * stride, begin + j * words * 4, words, kept, g.position + j))
             parts.append(options)
         drawn.append(g)
-    tokens = sample_rows(parts, len(parts) // 2, vocab_size) if logits.stride(1) == 1 and drawn else None
+    tokens = sample_rows(parts, len(parts) // 2, vocab_size) if drawn else None
     if tokens is None:
         return list(groups)
     end = 0
@@ -172,12 +197,25 @@ def _readable(mask: Bitmask) -> bool:
     return bool(mask.dtype == np.int32 and mask.flags.c_contiguous)
 
 
-def _probability(row: torch.Tensor, token: int) -> float:
+def _probability(row: HostLogits, token: int) -> float:
     """Of a token in the distribution of processed logits, float32 [V]."""
-    return float(torch.exp(row[max(token, 0)] - torch.logsumexp(row[None], 1)[0]))
+    peak = row.max()
+    if not np.isfinite(peak):
+        return math.nan
+    return math.exp(float(row[max(token, 0)]) - float(peak)) / float(np.exp(row - peak).sum(dtype=np.float64))
 
 
-def _sample(
+@inference
+def _sample(logits: torch.Tensor, groups: Sequence[RowGroup], result: Sampled, probs: bool) -> None:
+    """Sample groups in torch."""
+    for batch in batches(groups):
+        rows = np.concatenate([np.arange(g.first, g.first + g.count) for g in batch])
+        tokens = _sample_rows(logits, rows, batch, result, probs)
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            result.token_ids[row] = token
+
+
+def _sample_rows(
     logits: torch.Tensor, rows: np.ndarray, groups: Sequence[RowGroup], result: Sampled, probs: bool
 ) -> np.ndarray:
     """The rows of some groups, int64 [n]: options, temperature, truncation, noise, argmax."""
@@ -195,7 +233,7 @@ def _sample(
             for row in x[begin : begin + g.count]:
                 truncate(row, k=p.top_k, p=p.top_p, smallest=p.min_p)
         if g.keep_processed:
-            result.processed.update((g.first + j, x[begin + j].clone()) for j in range(g.count))
+            result.processed.update((g.first + j, x[begin + j].clone().numpy()) for j in range(g.count))
     noisy = np.repeat(np.array([not p.greedy for p in params]), counts)
     normal = torch.logsumexp(x, 1) if probs else None
     drawn = _with_noise(x, groups, counts, noisy)
@@ -224,6 +262,7 @@ def _with_noise(x: torch.Tensor, groups: Sequence[RowGroup], counts: np.ndarray,
     return drawn
 
 
+@inference
 def _best(x: torch.Tensor) -> np.ndarray:
     """argmax of each row, int64 [n], the lowest id among equals; NO_TOKEN where the largest entry is not finite."""
     # Padding makes the rows strided: they are copied a few at a time.

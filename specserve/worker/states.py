@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from specserve.core.plan import NewRequest
 from specserve.core.sampling import SamplingParams
 from specserve.kernels.cpu.sample import pack_options
 
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
+
 
 @dataclass(slots=True)
 class SamplingState:
-    """One request's options as tensors, and its history as far as they need it.
+    """One request's options as arrays, and its history as far as they need it.
 
     Attributes:
         seed: as int64 (the bits of the unsigned 64-bit seed).
@@ -22,8 +29,8 @@ class SamplingState:
         end_ids: int64 [e], ids that end the answer (forbidden below min_tokens).
         forbidden: bool [V], ids that are never allowed; None for none.
         bias: (int64 [b], float32 [b]) ids and what is added to their logits; None for none.
-        counts: int32 [V], how often each id is in the output so far; None without penalties.
-        in_prompt: bool [V], ids of the prompt; None without a repetition penalty.
+        counts: tensor int32 [V], how often each id is in the output so far; None without penalties.
+        in_prompt: tensor bool [V], ids of the prompt; None without a repetition penalty.
         packed: the options for the native sampler; None where it does not know them (penalties).
         plain: nothing but the ids of the largest logits is asked for, min_tokens aside.
     """
@@ -31,9 +38,9 @@ class SamplingState:
     params: SamplingParams
     seed: int
     num_prompt_tokens: int
-    end_ids: torch.Tensor
-    forbidden: torch.Tensor | None = None
-    bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    end_ids: npt.NDArray[np.int64]
+    forbidden: npt.NDArray[np.bool_] | None = None
+    bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None
     counts: torch.Tensor | None = None
     in_prompt: torch.Tensor | None = None
     packed: bytes | None = None
@@ -134,7 +141,7 @@ class StateTable:
         )
         if p.logit_bias:
             known = {token: value for token, value in p.logit_bias.items() if token < self.vocab_size}
-            state.bias = (self._ids(known), torch.tensor(list(known.values()), dtype=torch.float32))
+            state.bias = (self._ids(known), np.array(list(known.values()), dtype=np.float32))
         if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0:
             output = torch.tensor(new.token_ids[new.num_prompt_tokens :], dtype=torch.int64)
             state.counts = torch.bincount(output, minlength=self.vocab_size).to(torch.int32)
@@ -155,14 +162,14 @@ class StateTable:
         state.plain = p.greedy and all(option is None for option in options)
         return state
 
-    def _forbidden(self, p: SamplingParams) -> torch.Tensor | None:
+    def _forbidden(self, p: SamplingParams) -> npt.NDArray[np.bool_] | None:
         if p.allowed_token_ids is None and not p.banned_token_ids:
             return None
-        forbidden = torch.full((self.vocab_size,), p.allowed_token_ids is not None)
+        forbidden = np.full(self.vocab_size, p.allowed_token_ids is not None)
         forbidden[self._ids(p.allowed_token_ids or ())] = False
         forbidden[self._ids(p.banned_token_ids)] = True
         return forbidden
 
-    def _ids(self, ids: Iterable[int]) -> torch.Tensor:
+    def _ids(self, ids: Iterable[int]) -> npt.NDArray[np.int64]:
         """int64, without ids that the vocabulary does not have."""
-        return torch.tensor([i for i in ids if i < self.vocab_size], dtype=torch.int64)
+        return np.array([i for i in ids if i < self.vocab_size], dtype=np.int64)

@@ -6,8 +6,12 @@ One row at a time: no result depends on how many rows a step has. Each keeps at 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
+else:
+    from specserve.kernels.lazy import torch
 
 NEVER = float("-inf")
 

@@ -31,7 +31,7 @@ def bench(request):
     settings = Settings(threads=[2], repeats=1, streamed=1 << 20, multiplied=1 << 16, forward=False)
     try:
         with use_library(request.param) as library:
-            yield Bench(library, request.param, 2, settings, huge(8 << 20), lambda what: None)
+            yield Bench(library, request.param, 2, settings, torch.from_numpy(huge(8 << 20)), lambda what: None)
     except BuildError as error:
         pytest.skip(f"cannot be compiled here: {error}")
 
@@ -63,7 +63,7 @@ def inputs(rows: int) -> torch.Tensor:
 def test_a_product_by_itself(bench, kind, rows):
     data, w = whole_numbers(kind, N, K, 1)
     packed = torch.zeros(packed_bytes(kind, N, K), dtype=torch.uint8)
-    pack_rows(kind, K, data, packed)
+    pack_rows(kind, K, data, packed.numpy())
     x = inputs(rows)
     given = x.bfloat16()
     out = torch.full((rows, N), float("nan"))
@@ -77,7 +77,7 @@ def test_the_timed_product_goes_through_all_copies(bench, kind):
     packed = torch.zeros(3 * each, dtype=torch.uint8)
     for i in range(3):
         data, w = whole_numbers(kind, N, K, i)
-        pack_rows(kind, K, data, packed[i * each : (i + 1) * each])
+        pack_rows(kind, K, data, packed[i * each : (i + 1) * each].numpy())
     x = inputs(9)
     given, out = x.bfloat16(), torch.zeros(9, N)
     pointers = (packed.data_ptr(), 3, given.data_ptr(), out.data_ptr())
@@ -95,7 +95,7 @@ def test_the_timed_product_goes_through_all_copies(bench, kind):
 def test_the_timed_gate_gives_what_the_next_product_takes(bench):
     data, w = whole_numbers(Kind.Q8, 64, K, 0)
     packed = torch.zeros(packed_bytes(Kind.Q8, 64, K), dtype=torch.uint8)
-    pack_rows(Kind.Q8, K, data, packed)
+    pack_rows(Kind.Q8, K, data, packed.numpy())
     x = inputs(9)
     given, out = x.bfloat16(), torch.zeros(9, 64)
     pointers = (packed.data_ptr(), 1, given.data_ptr(), out.data_ptr())

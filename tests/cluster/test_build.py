@@ -324,3 +324,27 @@ def test_an_instruction_set_that_cannot_be_had_is_told_as_the_option_it_is(monke
         monkeypatch.undo()
         native.forget()
     assert caught.value.param == "SPECSERVE_ISA"
+
+
+@pytest.mark.skipif(not DEMO_HERE, reason="the demo model has not been fetched")
+@pytest.mark.skipif(native.library() is None, reason="there is no native library")
+@pytest.mark.parametrize("speculation", [None, {"methods": ["draft_model"], "model": "demo"}], ids=["alone", "draft"])
+def test_plain_requests_need_no_torch(speculation):
+    """Its import takes longer than everything up to the first token. Whoever asks for more gets it all the same."""
+    code = f"""
+import sys
+from specserve import LLM, SamplingParams
+from specserve.cluster.build import PreparedCompiler
+PreparedCompiler.__init__.__defaults__ = (600.0,)  # the library for grammars brings torch along
+options = {{"temperature": 0.9, "top_p": 0.9, "seed": 1, "logit_bias": {{5: -3.0}}, "n": 2}}
+with LLM("demo", kv_memory="64MiB", swap_memory="16MiB", threads=1, speculation={speculation!r}) as llm:
+    for params in ({{"temperature": 0.0}}, {{"top_k": 20, "min_p": 0.05}}, options):
+        found = llm.generate(["Hello", "One two three"] * 2, SamplingParams(max_tokens=20, **params))
+        assert all(answer.token_ids for answer in found)
+    print("torch" in sys.modules)
+    print(len(llm.generate("Hi", SamplingParams(max_tokens=3, logprobs=2))[0].logprobs), "torch" in sys.modules)
+    import torch
+    print(torch.get_num_threads())
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.returncode) == ("False\n3 True\n1\n", 0), ran.stderr

@@ -99,7 +99,7 @@ class TestMoves:
         taken = []
         monkeypatch.setattr("specserve.cluster.local.populate", taken.append)
         LocalExecutor(*runners, vocab_size=VOCAB, eos_ids=[EOS]).populate()
-        assert [t.data_ptr() for t in taken] == [r.cache.storage.data_ptr() for r in runners]
+        assert [memory.ctypes.data for memory in taken] == [r.cache.storage.data_ptr() for r in runners]
 
     def test_what_a_swap_takes_is_measured_on_both_models(self):
         ex, runner = executor()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,20 +33,20 @@ class Sequence:
         blocks = -(-length // BLOCK)
         self.model = loaded.model
         self.cache = PagedKVCache(info.num_layers, blocks + 3, BLOCK, info.num_kv_heads, info.head_dim, torch.float32)
-        self.table = torch.randperm(blocks + 3, generator=torch.Generator().manual_seed(length))[:blocks]
+        self.table = np.random.default_rng(length).permutation(blocks + 3)[:blocks]
 
     def forward(self, tokens: list[int], start: int) -> torch.Tensor:
         """Logits of every one of `tokens` at positions start..., float32 [n, vocab]."""
         n = len(tokens)
-        positions = torch.arange(start, start + n)
+        positions = np.arange(start, start + n)
         return self.model.forward(
             ForwardBatch(
-                token_ids=torch.tensor(tokens),
+                token_ids=np.array(tokens),
                 positions=positions,
                 slots=self.table[positions // BLOCK] * BLOCK + positions % BLOCK,
-                row_sequence=torch.zeros(n, dtype=torch.int32),
-                block_tables=self.table.to(torch.int32)[None],
-                logit_rows=torch.arange(n),
+                row_sequence=np.zeros(n, np.int32),
+                block_tables=self.table.astype(np.int32)[None],
+                logit_rows=np.arange(n),
                 segments=[(0, n, 0, start)],
             ),
             self.cache,

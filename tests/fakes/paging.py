@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from specserve.models.batch import ForwardBatch
@@ -34,12 +35,12 @@ def make_batch(
     tables = [list(blocks) + [0] * (width - len(blocks)) for _, _, blocks in chunks]
     rows = list(range(len(tokens))) if logits == "all" else last
     return ForwardBatch(
-        token_ids=torch.tensor(tokens),
-        positions=torch.tensor(positions),
-        slots=torch.tensor(slots),
-        row_sequence=torch.tensor(sequence, dtype=torch.int32),
-        block_tables=torch.tensor(tables, dtype=torch.int32),
-        logit_rows=torch.tensor(rows),
+        token_ids=np.array(tokens, dtype=np.int64),
+        positions=np.array(positions, dtype=np.int64),
+        slots=np.array(slots, dtype=np.int64),
+        row_sequence=np.array(sequence, dtype=np.int32),
+        block_tables=np.array(tables, dtype=np.int32),
+        logit_rows=np.array(rows, dtype=np.int64),
         segments=segments,
     )
 

@@ -44,7 +44,7 @@ class TinyModel:
             hidden_size=hidden,
             vocab_size=width or vocab,
             max_position=max_position,
-            dtype=torch.float32,
+            dtype="float32",
             name="tiny",
         )
         self.rows = 0  # computed so far
@@ -77,10 +77,10 @@ class TinyModel:
         self, batch: ForwardBatch, row: int, keys: torch.Tensor, values: torch.Tensor, block_size: int
     ) -> torch.Tensor:
         length = int(batch.positions[row]) + 1
-        table = batch.block_tables[int(batch.row_sequence[row])].long()
+        table = torch.from_numpy(batch.block_tables[int(batch.row_sequence[row])]).long()
         position = torch.arange(length)
         slots = table[position // block_size] * block_size + position % block_size
-        x = self.embedding[batch.token_ids[row]]
+        x = self.embedding[int(batch.token_ids[row])]
         scores = keys[slots].double() @ (self.mixing[2] @ x)
         read = torch.softmax(scores / math.sqrt(self.info.head_dim), 0) @ values[slots].double()
         logits = (self.output @ torch.tanh(x + read)).float()

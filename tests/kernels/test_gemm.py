@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,14 +84,15 @@ class Product:
 def _product(isa: str, kind: Kind, n: int, k: int) -> Product:
     random = torch.Generator().manual_seed(n * k + kind)
     rows, w = rows_of(kind, n, k, random)
-    data = torch.empty(packed_bytes(kind, n, k), dtype=torch.uint8)
+    data = np.empty(packed_bytes(kind, n, k), np.uint8)
     pack_rows(kind, k, rows.contiguous(), data)
     # 127 in each half of a block, so that inputs which are rounded to a 127th of the greatest stay what they are.
     norm = torch.randint(0, 128, (k,), generator=random).float()
     norm[5::16] = 127
     hidden = torch.randint(0, 2, (MAX_ROWS, k), generator=random).float() * 2 - 1
     head = PackedWeights(kind, n, k, data)
-    forward = Forward(Shape(k, 32, 1, 1, 32, n, 0.0), [], Kind.F32, torch.zeros(1, k), norm, head)
+    table = np.zeros((1, 4 * k), np.uint8)
+    forward = Forward(Shape(k, 32, 1, 1, 32, n, 0.0), [], Kind.F32, table, norm.numpy(), head)
     want = ((hidden * norm).double() @ w.double().T).float()
     return Product(forward, hidden, want)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ def tiles(native_variants: str | None) -> None:
 
 def packed(kind: Kind, k: int, rows: torch.Tensor) -> PackedWeights:
     n = rows.shape[0]
-    data = torch.empty(packed_bytes(kind, n, k), dtype=torch.uint8)
+    data = np.empty(packed_bytes(kind, n, k), np.uint8)
     pack_rows(kind, k, rows, data)
     return PackedWeights(kind, n, k, data)
 
@@ -44,7 +45,7 @@ def multiply(w: PackedWeights, x: torch.Tensor) -> torch.Tensor:
     library = native.library()
     assert library is not None
     out = torch.empty(len(x), w.n)
-    library.ss_gemm_packed(w.kind, w.n, w.k, w.data.data_ptr(), x.contiguous().data_ptr(), out.data_ptr(), len(x), 2)
+    library.ss_gemm_packed(w.kind, w.n, w.k, w.data.ctypes.data, x.contiguous().data_ptr(), out.data_ptr(), len(x), 2)
     return out
 
 

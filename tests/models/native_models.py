@@ -104,7 +104,7 @@ class Checkpoint:
     def vector(self, name: str) -> torch.Tensor:
         return self.weights[name].float()
 
-    def packed(self, config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> PackedModel:
+    def packed(self, config: ModelConfig, dtype: str = "bfloat16") -> PackedModel:
         """Packed for the library in use."""
         layout = plan(config, self, "auto", dtype)
         assert layout is not None

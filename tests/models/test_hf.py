@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -105,12 +106,12 @@ def batch(parts: list[tuple[Sequence, list[int], int]]) -> ForwardBatch:
         segments.append((first, len(tokens), i, start))
         first += len(tokens)
     made = ForwardBatch(
-        token_ids=torch.tensor([t for _, _, t, _ in rows]),
-        positions=torch.tensor([p for _, _, _, p in rows]),
-        slots=torch.tensor([s.slot(p) for _, s, _, p in rows]),
-        row_sequence=torch.tensor([i for i, _, _, _ in rows], dtype=torch.int32),
-        block_tables=torch.tensor([s.table for s, _, _ in parts], dtype=torch.int32),
-        logit_rows=torch.arange(len(rows)),
+        token_ids=np.array([t for _, _, t, _ in rows]),
+        positions=np.array([p for _, _, _, p in rows]),
+        slots=np.array([s.slot(p) for _, s, _, p in rows]),
+        row_sequence=np.array([i for i, _, _, _ in rows], dtype=np.int32),
+        block_tables=np.array([s.table for s, _, _ in parts], dtype=np.int32),
+        logit_rows=np.arange(len(rows)),
         segments=segments,
     )
     made.check(24, BLOCK)
@@ -156,9 +157,9 @@ def test_only_the_asked_rows_have_logits() -> None:
     model = paged("Olmo", torch.float32, "fast")
     whole = batch([(Sequence(0), prompt(), 0)])
     want = model.forward(whole, cache_for(model))
-    whole.logit_rows = torch.tensor([30, 2])
+    whole.logit_rows = np.array([30, 2])
     assert torch.allclose(model.forward(whole, cache_for(model)), want[[30, 2]], atol=1e-5)
-    whole.logit_rows = torch.tensor([], dtype=torch.int64)
+    whole.logit_rows = np.empty(0, np.int64)
     assert model.forward(whole, cache_for(model)).shape == (0, VOCAB)
 
 

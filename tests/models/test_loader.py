@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -50,10 +51,10 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
 def logits_of(model: Any) -> torch.Tensor:
     info, n = model.info, len(IDS)
     cache = PagedKVCache(info.num_layers, 2, 16, info.num_kv_heads, info.head_dim, info.dtype)
-    at = torch.arange(n)
-    zero = torch.zeros(n, dtype=torch.int32)
-    table = torch.tensor([[1]], dtype=torch.int32)
-    batch = ForwardBatch(torch.tensor(IDS), at, at + 16, zero, table, at, [(0, n, 0, 0)])
+    at = np.arange(n)
+    zero = np.zeros(n, np.int32)
+    table = np.array([[1]], np.int32)
+    batch = ForwardBatch(np.array(IDS), at, at + 16, zero, table, at, [(0, n, 0, 0)])
     return model.forward(batch, cache)
 
 
@@ -65,7 +66,7 @@ def test_a_folder_and_its_gguf_file_are_one_model(tmp_path: Path, kind: str) -> 
     one = load_model(str(folder), dtype="float32", numerics="invariant", progress=lambda *step: seen.append(step))
     other = load_model(str(path), dtype="float32", numerics="invariant")
     assert isinstance(one.model, LlamaFamily)
-    assert (one.info.dtype, one.info.name, one.info.vocab_size) == (torch.float32, str(folder), 512)
+    assert (one.info.dtype, one.info.name, one.info.vocab_size) == ("float32", str(folder), 512)
     assert torch.allclose(logits(one), logits(other), atol=1e-4)  # the file has its epsilon in float32
     assert one.tokenizer.encode("hello") == other.tokenizer.encode("hello") == load_tokenizer(str(path)).encode("hello")
     assert seen[-1][2] == "weights"
@@ -73,7 +74,7 @@ def test_a_folder_and_its_gguf_file_are_one_model(tmp_path: Path, kind: str) -> 
 
 def test_bfloat16(tmp_path: Path) -> None:
     loaded = load_model(str(tiny_llama_folder(tmp_path)), dtype="bfloat16", numerics="fast")
-    assert loaded.info.dtype == torch.bfloat16
+    assert loaded.info.dtype == "bfloat16"
     assert logits(loaded).dtype == torch.float32
 
 
@@ -153,7 +154,7 @@ def test_quantization_is_what_was_asked_for(
     assert isinstance(loaded.model, NativeLlama)
     assert loaded.info.weights == weights
     file = GGUFFile(path)
-    packed = packed_model(gguf_model_config(file), GGUFTensors(file), torch.bfloat16, quantization)
+    packed = packed_model(gguf_model_config(file), GGUFTensors(file), "bfloat16", quantization)
     assert_runs_on(loaded, packed)
     assert_near(packed, gguf_weights(file, torch.float32))
     again = load_model(str(path), dtype="bfloat16", numerics="invariant", quantization=quantization)
@@ -168,7 +169,7 @@ def test_a_folder_is_quantised_as_it_is_loaded(tmp_path: Path, quantization: str
     loaded = load_model(str(folder), dtype="bfloat16", numerics="invariant", quantization=quantization)
     assert loaded.info.weights == weights
     config = ModelConfig.from_hf(folder_config(folder))
-    packed = packed_model(config, FolderTensors(folder), torch.bfloat16, quantization)
+    packed = packed_model(config, FolderTensors(folder), "bfloat16", quantization)
     assert_runs_on(loaded, packed)
     assert_near(packed, folder_weights(folder, torch.float32))
 
@@ -194,7 +195,7 @@ def test_packed_weights_stand_for_the_file_s(tmp_path: Path) -> None:
     folder = tiny_llama_folder(tmp_path / "hf", model_type="llama", hidden=128)
     for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0):
         file = GGUFFile(tiny_gguf(folder, tmp_path / f"{kind.name}.gguf", kind))
-        packed = packed_model(gguf_model_config(file), GGUFTensors(file), torch.bfloat16, "auto")
+        packed = packed_model(gguf_model_config(file), GGUFTensors(file), "bfloat16", "auto")
         assert packed is not None
         found, want = unpack(packed), gguf_weights(file, torch.float32)
         if kind == Kind.Q4_1:  # an embedding is read row by row, and has no kernel for these
@@ -209,7 +210,7 @@ def test_parts_of_different_types_become_one_matrix(tmp_path: Path, caplog: pyte
     config = ModelConfig.from_hf(folder_config(tiny_llama_folder(tmp_path / "hf", hidden=128)))
     tensors = Mixed(FolderTensors(tmp_path / "hf"), {"v_proj": Q.Q4_1, "gate_proj": Q.Q8, "up_proj": Q.Q4_1})
     with caplog.at_level(logging.INFO, "specserve.models.packed_build"):
-        packed = packed_model(config, tensors, torch.bfloat16, "auto")
+        packed = packed_model(config, tensors, "bfloat16", "auto")
     assert packed is not None
     assert [record.message.count("gate_up") for record in caplog.records] == [2]
     assert (packed.layers[0].qkv.kind, packed.layers[0].gate_up.kind) == (Q.Q4_1, Q.Q8)

@@ -37,7 +37,7 @@ def batch_of(llama: NativeLlama, logit_rows: list[int] | None = None) -> Forward
     vocab = llama.info.vocab_size
     batch = make_batch([(tokens(40, vocab, 1), 0, [4, 0, 2]), (tokens(9, vocab, 2), 0, [5])], 16)
     if logit_rows is not None:
-        batch.logit_rows = torch.tensor(logit_rows, dtype=torch.int64)
+        batch.logit_rows = np.array(logit_rows, dtype=np.int64)
     return batch
 
 
@@ -118,8 +118,8 @@ def test_logit_rows_choose_rows_and_their_order(shape: str, kind: str) -> None:
 
 def test_no_rows() -> None:
     llama = model("odd", "q8")
-    none, cache = torch.empty(0, dtype=torch.int64), make_cache(llama.info, 1, 16)
-    batch = ForwardBatch(none, none, none, none.int(), torch.empty(0, 0, dtype=torch.int32), none)
+    none, cache = np.empty(0, np.int64), make_cache(llama.info, 1, 16)
+    batch = ForwardBatch(none, none, none, none.astype(np.int32), np.empty((0, 0), np.int32), none)
     assert llama.forward(batch, cache).shape == (0, llama.info.vocab_size)
     assert llama.forward_best(batch, cache) == []
     assert llama.forward_draw(batch, cache, 10, b"")[0] == []
@@ -130,7 +130,7 @@ def test_tokens_are_drawn_in_the_forward_as_from_its_logits(shape: str, kind: st
     llama = model(shape, kind)
     vocab = llama.info.vocab_size - 3
     rows = [48, 3, 0, 39, 40]
-    bias = torch.tensor([vocab - 1]), torch.tensor([50.0])
+    bias = np.array([vocab - 1]), np.array([50.0], np.float32)
     options = [
         pack_options(7, 0.9, top_p=0.9),
         pack_options(8, 0.0),
@@ -150,7 +150,7 @@ def test_tokens_are_drawn_in_the_forward_as_from_its_logits(shape: str, kind: st
     expected = sample_rows(packed(logits.data_ptr()), len(rows), vocab)
     tokens, given = llama.forward_draw(batch, cache, vocab, b"".join(packed(0)))
     assert tokens == expected
-    assert same_bits(given, logits)
+    assert same_bits(torch.from_numpy(given), logits)
     assert llama.forward_best(batch, cache, vocab) == logits[:, :vocab].argmax(-1).tolist()
     assert same_bits(llama.forward(batch, cache), logits)
     few = batch_of(llama, rows[:2])
@@ -244,13 +244,13 @@ def test_what_is_not_there_is_refused(partial: Partial, match: str) -> None:
 
 def test_a_cache_of_another_type_is_refused() -> None:
     llama = model("odd", "bf16")
-    cache = make_cache(replace(llama.info, dtype=torch.float32), BLOCKS, 16)
+    cache = make_cache(replace(llama.info, dtype="float32"), BLOCKS, 16)
     with pytest.raises(AssertionError):
         llama.forward(batch_of(llama), cache)
 
 
 def test_weights_in_float32_are_refused() -> None:
     made = checkpoint("dim16", "bf16")
-    floats = replace(made, kinds=dict.fromkeys(made.kinds, Kind.F32)).packed(SHAPES["dim16"], torch.float32)
+    floats = replace(made, kinds=dict.fromkeys(made.kinds, Kind.F32)).packed(SHAPES["dim16"], "float32")
     with pytest.raises(ModelLoadError, match="float32"):
         NativeLlama(floats)

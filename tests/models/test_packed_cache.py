@@ -8,13 +8,13 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from specserve.kernels.cpu.native import library
 from specserve.kernels.cpu.packing import Kind
 from specserve.models import packed_cache
-from specserve.models.packed_cache import Source, cached
+from specserve.models.packed_cache import Memory, Source, cached
 from specserve.models.packing import Entry, Layout
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no native library")
@@ -29,13 +29,13 @@ class Maker:
     def __init__(self) -> None:
         self.made = 0
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self) -> Memory:
         self.made += 1
         return content(self.made)
 
 
-def content(seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, (SIZE,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+def content(seed: int) -> Memory:
+    return np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_it_is_made_once(home: Path, model: Path, caplog: pytest.LogCaptureFixtu
     seen: list[tuple[int, int, str]] = []
     for _ in range(3):
         memory = cached(source(model), "q8", LAYOUT, make, lambda *step: seen.append(step))
-        assert torch.equal(memory, content(1))
+        assert np.array_equal(memory, content(1))
     assert make.made == 1
     assert seen[-1] == (SIZE, SIZE, "weights")
     assert not caplog.records
@@ -76,7 +76,7 @@ def test_variants_and_models_are_kept_apart(home: Path, model: Path, tmp_path: P
     other.write_bytes(b"weights")
     for _ in range(2):
         for i, (path, variant) in enumerate([(model, "q8"), (model, "q4"), (other, "q8")]):
-            assert torch.equal(cached(source(path), variant, LAYOUT, make), content(i + 1))
+            assert np.array_equal(cached(source(path), variant, LAYOUT, make), content(i + 1))
     assert make.made == len(files(home)) == 3
 
 
@@ -102,7 +102,7 @@ def test_a_model_that_changed_is_packed_anew(
     cached(source(model), "q8", LAYOUT, make)
     changed = change(model)
     for _ in range(2):
-        assert torch.equal(cached(changed, "q8", LAYOUT, make), content(2))
+        assert np.array_equal(cached(changed, "q8", LAYOUT, make), content(2))
     assert make.made == 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "another state of the model" in caplog.text
@@ -168,7 +168,7 @@ def test_a_damaged_file_is_replaced(
     (path,) = files(home)
     damage(path, at)
     for _ in range(2):
-        assert torch.equal(cached(source(model), "q8", LAYOUT, make), content(2))
+        assert np.array_equal(cached(source(model), "q8", LAYOUT, make), content(2))
     assert make.made == 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path / "file"))
     make = Maker()
-    assert torch.equal(cached(source(model), "q8", LAYOUT, make), content(1))
+    assert np.array_equal(cached(source(model), "q8", LAYOUT, make), content(1))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -191,14 +191,14 @@ def test_a_full_disk_leaves_nothing_behind(
 
     monkeypatch.setattr(Path, "replace", full)
     make = Maker()
-    assert torch.equal(cached(source(model), "q8", LAYOUT, make), content(1))
+    assert np.array_equal(cached(source(model), "q8", LAYOUT, make), content(1))
     assert "No space left" in caplog.text
     assert not list((home / "packed").glob("*packed*.packed*"))
     assert files(home) == []
 
 
 def test_an_error_while_making_passes_and_writes_nothing(home: Path, model: Path) -> None:
-    def broken() -> torch.Tensor:
+    def broken() -> Memory:
         raise ValueError("the model is broken")
 
     with pytest.raises(ValueError, match="is broken"):

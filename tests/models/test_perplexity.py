@@ -62,7 +62,7 @@ def pair() -> Callable[[str], Pair]:
     oracle = LlamaForCausalLM(gguf_config(file)).eval()
 
     def make(mode: str) -> Pair:
-        packed = packed_model(config, tensors, torch.bfloat16, mode)
+        packed = packed_model(config, tensors, "bfloat16", mode)
         assert packed is not None
         oracle.load_state_dict(weights_of(packed))
         return Pair(NativeLlama(packed, name="demo"), oracle, tokenizer)

@@ -97,7 +97,7 @@ def test_tokens_and_processed_logits_are_those_of_torch(monkeypatch, vocab, rows
         assert found.token_ids == expected.token_ids
         assert found.processed.keys() == expected.processed.keys()
         for row, logits in expected.processed.items():
-            assert torch.equal(found.processed[row], logits)
+            assert np.array_equal(found.processed[row], logits)
     undecided, all_groups = np.sum(left, axis=0)
     assert undecided < 0.15 * all_groups  # ties whose sums are exactly top_p of the whole
 
@@ -113,7 +113,7 @@ def test_a_vocabulary_of_a_real_model(monkeypatch):
         groups.append(RowGroup(table["r"], i, 1, 100 + i, keep_processed=True))
     found, expected = sample(x, groups, vocab), in_torch(monkeypatch, x, groups, vocab)
     assert found.token_ids == expected.token_ids
-    assert all(torch.equal(found.processed[i], expected.processed[i]) for i in range(len(kinds)))
+    assert all(np.array_equal(found.processed[i], expected.processed[i]) for i in range(len(kinds)))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_quotients_are_those_of_a_division(temperature):
     found = sample(logits, groups, vocab).processed
     divisor = torch.tensor(temperature, dtype=torch.float32)
     for i in range(4):
-        assert torch.equal(found[i].view(torch.int32), (logits[i] / divisor).view(torch.int32))
+        assert np.array_equal(found[i].view(np.int32), (logits[i] / divisor).numpy().view(np.int32))
 
 
 def test_the_set_of_top_p_does_not_depend_on_where_it_is_looked_for(monkeypatch):
@@ -148,7 +148,7 @@ def test_the_set_of_top_p_does_not_depend_on_where_it_is_looked_for(monkeypatch)
         groups = [RowGroup(table["r"], i, 1, 70 + i, keep_processed=True) for i in range(len(scales))]
         found, expected = sample(x, groups, vocab), in_torch(monkeypatch, x, groups, vocab)
         assert found.token_ids == expected.token_ids
-        assert all(torch.equal(found.processed[i], expected.processed[i]) for i in range(len(scales)))
+        assert all(np.array_equal(found.processed[i], expected.processed[i]) for i in range(len(scales)))
 
 
 def test_rows_do_not_depend_on_threads_or_neighbours():
@@ -201,7 +201,7 @@ def test_sums_that_rounding_would_decide_are_left_to_torch(monkeypatch):
     groups = [RowGroup(table["r"], 0, 1, 9, keep_processed=True)]
     result = sample(torch.zeros(1, 64), groups, 64)
     assert seen == [[UNDECIDED]]
-    assert int(torch.isfinite(result.processed[0]).sum()) == 32
+    assert np.isfinite(result.processed[0]).sum() == 32
 
 
 def test_probabilities_are_those_of_torch(monkeypatch):

@@ -1,6 +1,6 @@
 import random
 
-import torch
+import numpy as np
 
 from specserve.core.plan import ScheduledRequest
 from specserve.worker.inputs import BatchBuilder, build_batch
@@ -20,7 +20,7 @@ def test_rows_slots_and_logit_rows():
     assert batch.block_tables.tolist() == [[9, 4, 0], [2, 0, 0], [1, 3, 8]]
     assert batch.logit_rows.tolist() == [2, 4, 5]
     assert batch.segments == [(0, 3, 0, 3), (3, 1, 1, 0), (4, 2, 2, 7)]
-    assert batch.logit_rows.dtype == torch.int64
+    assert batch.logit_rows.dtype == np.int64
     batch.check(10, 4)
 
 
@@ -70,17 +70,17 @@ def test_kept_tables_follow_their_sequences():
         batch.check(500, 4)
         for name in ("token_ids", "positions", "slots", "row_sequence", "logit_rows"):
             found, expected = getattr(batch, name), getattr(fresh, name)
-            assert torch.equal(found, expected)
-            assert (found.dtype, found.is_contiguous()) == (expected.dtype, True)
+            assert np.array_equal(found, expected)
+            assert (found.dtype, found.flags.c_contiguous) == (expected.dtype, True)
         assert batch.segments == fresh.segments
-        assert batch.block_tables.is_contiguous()
+        assert batch.block_tables.flags.c_contiguous
         width = batch.block_tables.shape[1]
         used = [i.block_ids[: -(-(i.start + len(i.token_ids)) // 4)] for i in items]
         assert batch.block_tables.tolist() == [[*ids, *[0] * (width - len(ids))] for ids in used]
         assert width < max(map(len, used)) + 32
 
 
-def test_decodes_come_in_the_same_tensors_and_say_so():
+def test_decodes_come_in_the_same_arrays_and_say_so():
     """Until another number of them comes, or a table outgrows its room: a model may keep pointers."""
     builder = BatchBuilder(4)
 
@@ -89,11 +89,11 @@ def test_decodes_come_in_the_same_tensors_and_say_so():
         return builder.build(items, [1] * count)
 
     batch = decode(5, 3, [9])
-    place = batch.token_ids.data_ptr()
+    place = batch.token_ids.ctypes.data
     assert batch.kept
     again = decode(6, 4, [9, 7])
     assert again is batch
-    assert (again.token_ids.data_ptr(), again.token_ids.tolist(), again.slots.tolist()) == (place, [6], [28])
+    assert (again.token_ids.ctypes.data, again.token_ids.tolist(), again.slots.tolist()) == (place, [6], [28])
     assert decode(6, 4, [9, 7], count=2) is not batch
     assert decode(1, 0, [3]) is not decode(1, 64, list(range(17)))
     chunk = [ScheduledRequest("a", 0, (5, 6), 3, [9, 8], 1)]
