@@ -45,10 +45,13 @@ inline void weights_q4(vbytes both, vbytes& left, vbytes& right) {
 
 #if defined(__AVX512BW__)
 template <int64_t KIND>
+constexpr bool PAIRS = KIND != Q8;  // sums of two products in 16 bits, which those of SHARE inputs and 4-bit weights fit
+template <int64_t KIND>
 inline vint dot4(vint sum, vbytes weights, int32_t four) {
     __m512i w = (__m512i)weights, q = _mm512_set1_epi32(four);
+    if (PAIRS<KIND>) return (vint)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16(w, q));
     // |w| <= 128 and |q| <= 127: two products fit 16 bits.
-    if (KIND == Q8) q = _mm512_mask_sub_epi8(q, _mm512_movepi8_mask(w), _mm512_setzero_si512(), q), w = _mm512_abs_epi8(w);
+    q = _mm512_mask_sub_epi8(q, _mm512_movepi8_mask(w), _mm512_setzero_si512(), q), w = _mm512_abs_epi8(w);
     return sum + (vint)_mm512_madd_epi16(_mm512_maddubs_epi16(w, q), _mm512_set1_epi16(1));
 }
 #elif defined(__AVX2__)
@@ -77,6 +80,21 @@ inline vint dot4(vint sum, vbytes weights, int32_t four) {
 }
 #endif
 
+#endif
+
+// What a block's sum starts with, and what it is after its products. `start` is what the offset adds, with its sign turned.
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+template <int64_t KIND>
+inline vint before(int32_t start) { return PAIRS<KIND> ? vint{} : vint{} + start; }
+template <int64_t KIND>
+inline vint after(vint sum, int32_t start) {
+    return PAIRS<KIND> ? (vint)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)) + start : sum;
+}
+#else
+template <int64_t KIND>
+inline vint before(int32_t start) { return vint{} + start; }
+template <int64_t KIND>
+inline vint after(vint sum, int32_t) { return sum; }
 #endif
 
 template <int64_t KIND>

@@ -1,5 +1,5 @@
-// Fetches what follows a panel in memory while the panel is at work, a little at each of `steps` steps: two lines of each
-// of its pages in turn, as the hardware then goes ahead in all of them.
+// Fetches what follows a panel in memory to the second cache while the panel is at work, a little at each of `steps` steps:
+// two lines of each of its pages in turn, as the hardware then goes ahead in all of them.
 #pragma once
 #include "gemm.h"
 

@@ -2,6 +2,7 @@
 // scalars of wider vectors than the machine's. Each output is the same chain of the same sums for any number of rows.
 #include "dot.h"
 #include "float_rows.h"
+#include "following.h"
 #include "gemm.h"
 
 namespace specserve {
@@ -11,7 +12,7 @@ namespace specserve {
 namespace {
 
 constexpr int64_t EIGHT = 8, QUARTERS = PANEL / EIGHT;
-constexpr int64_t AHEAD = 2048;  // bytes of weights fetched ahead
+constexpr int64_t AHEAD = 1024;  // bytes of weights brought to the first cache ahead of their turn
 
 template <int R>
 void give_sums(const Product& p, __m256 (*total)[QUARTERS], int64_t panel, int64_t row, int slot) {
@@ -23,7 +24,8 @@ void give_sums(const Product& p, __m256 (*total)[QUARTERS], int64_t panel, int64
 
 // N quarters of the outputs from number `from` on.
 template <int R, int N>
-inline void add_bf16(const Product& p, const uint8_t* weights, int64_t row, __m256 (*total)[QUARTERS], int64_t from) {
+inline void add_bf16(const Product& p, const uint8_t* weights, int64_t row, __m256 (*total)[QUARTERS], int64_t from,
+                     Following& following) {
     const __m256i high = _mm256_set1_epi32((int)0xffff0000u);
     alignas(32) float x[R][SPAN];
     __m256 sum[R][N];
@@ -32,6 +34,7 @@ inline void add_bf16(const Product& p, const uint8_t* weights, int64_t row, __m2
     for (int64_t i = 0; i < p.w.k; i += 32, weights += 2048) {
         const int64_t at = i % SPAN;
         if (at == 0) float_rows<R>(p, row, i, std::min(SPAN, p.w.k - i), x);
+        following.step();
         for (int64_t pair = 0; pair < 16; pair++) {
             __m256 even[N], odd[N];
             auto add = [&](int r, int64_t c) __attribute__((always_inline)) {
@@ -56,10 +59,10 @@ inline void add_bf16(const Product& p, const uint8_t* weights, int64_t row, __m2
 
 // Many rows by half of the outputs at a time: more of their sums fit the registers.
 template <int R>
-void rows_bf16(const Product& p, int64_t panel, int64_t row, int slot) {
+void rows_bf16(const Product& p, int64_t panel, int64_t row, int slot, Following& following) {
     constexpr int N = R > 2 ? 2 : 4;
     __m256 total[R][QUARTERS];
-    for (int64_t from = 0; from < QUARTERS; from += N) add_bf16<R, N>(p, p.weights(panel), row, total, from);
+    for (int64_t from = 0; from < QUARTERS; from += N) add_bf16<R, N>(p, p.weights(panel), row, total, from, following);
     give_sums<R>(p, total, panel, row, slot);
 }
 
@@ -90,7 +93,7 @@ inline __m256i sums_of(__m256i sums, int32_t start) {
 inline __m256 halves_at(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 
 template <int64_t KIND, int R>
-void rows_dots(const Product& p, int64_t panel, int64_t row, int slot) {
+void rows_dots(const Product& p, int64_t panel, int64_t row, int slot, Following& following) {
     constexpr int64_t numbers = KIND == Q4_1 ? 2 * SCALE_BYTES : SCALE_BYTES;
     const uint8_t* block = p.weights(panel);
     const int64_t blocks = p.w.blocks(), bytes = p.w.block_bytes();
@@ -98,6 +101,7 @@ void rows_dots(const Product& p, int64_t panel, int64_t row, int slot) {
     for (auto& sums : total)
         for (__m256& sum : sums) sum = _mm256_setzero_ps();
     for (int64_t b = 0; b < blocks; b++, block += bytes) {
+        following.step();
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + AHEAD + i);
         for (int64_t c = 0; c < QUARTERS; c++) {
             const __m256 scale = halves_at(block + 16 * c);
@@ -133,17 +137,19 @@ void rows_dots(const Product& p, int64_t panel, int64_t row, int slot) {
 template <int64_t KIND>
 void panel_of(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
     int64_t r = first, end = first + rows;
-    for (; r + 4 <= end; r += 4) rows_dots<KIND, 4>(p, panel, r, slot);
-    for (; r < end; r++) rows_dots<KIND, 1>(p, panel, r, slot);
+    Following following(p, panel, p.w.blocks() * (rows / 4 + rows % 4));
+    for (; r + 4 <= end; r += 4) rows_dots<KIND, 4>(p, panel, r, slot, following);
+    for (; r < end; r++) rows_dots<KIND, 1>(p, panel, r, slot, following);
 }
 
 }  // namespace
 
 void panel_bf16(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
     int64_t r = first, end = first + rows;
-    for (; r + 4 <= end; r += 4) rows_bf16<4>(p, panel, r, slot);
-    if (r + 2 <= end) rows_bf16<2>(p, panel, r, slot), r += 2;
-    if (r < end) rows_bf16<1>(p, panel, r, slot);
+    Following following(p, panel, p.w.blocks() * (rows / 4 * 2 + (rows % 4 + 1) / 2));
+    for (; r + 4 <= end; r += 4) rows_bf16<4>(p, panel, r, slot, following);
+    if (r + 2 <= end) rows_bf16<2>(p, panel, r, slot, following), r += 2;
+    if (r < end) rows_bf16<1>(p, panel, r, slot, following);
 }
 
 void panel_dots(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {

@@ -1,9 +1,9 @@
 // Quantised weights by quantised inputs, where there are no tile registers. The integer products of one block are exact,
-// then block after block, or
-// half a block where inputs have a scale each,
+// then block after block, or half a block where inputs have a scale each,
 //   sum = fma(products, scale of the weights * scale of the inputs, sum)      and for Q4_1
 //   sum = fma(least of the weights, scaled sum of the inputs, sum)
 #include "dot.h"
+#include "following.h"
 #include "gemm.h"
 #include "half.h"
 
@@ -13,20 +13,26 @@ namespace specserve {
 
 namespace {
 
-constexpr int64_t AHEAD = 2048;  // bytes of weights fetched ahead
+constexpr int64_t AHEAD = 1024;  // bytes of weights brought to the first cache ahead of their turn
+#if defined(__AVX512F__)
+constexpr int64_t MOST = 6;  // rows at a time
+#else
+constexpr int64_t MOST = 2;
+#endif
 
 template <int64_t KIND, int R>
-void rows_of(const Product& p, int64_t panel, int64_t row, int slot) {
+void rows_of(const Product& p, int64_t panel, int64_t row, int slot, Following& following) {
     const uint8_t* block = p.weights(panel);
     const int64_t blocks = p.w.blocks(), first = row * blocks;
     float sums[R * PANEL];
     vfloat sum[R][2] = {};
     for (int64_t b = 0; b < blocks; b++, block += Block<KIND>::bytes) {
+        following.step();
         for (int64_t i = 0; i < Block<KIND>::bytes; i += 64) __builtin_prefetch(block + AHEAD + i);
         for (int64_t share = 0; share < SHARES; share++) {
             vint products[R][2];
             for (int r = 0; r < R; r++) {
-                products[r][0] = vint{} + p.x.start[(first + r * blocks + b) * SHARES + share];
+                products[r][0] = before<KIND>(p.x.start[(first + r * blocks + b) * SHARES + share]);
                 products[r][1] = products[r][0] << SHIFT<KIND>;
             }
             for (int64_t group = share * SHARE / 4; group < (share + 1) * SHARE / 4; group++) {
@@ -43,8 +49,9 @@ void rows_of(const Product& p, int64_t panel, int64_t row, int slot) {
                 const vfloat stored = load_half(block + half * 32);
                 const vfloat scale = half && SHIFT<KIND> ? stored * (1.0f / (1 << SHIFT<KIND>)) : stored;
                 for (int r = 0; r < R; r++) {
-                    const float of_inputs = p.x.scale[(first + r * blocks + b) * SHARES + share];
-                    sum[r][half] = fma(__builtin_convertvector(products[r][half], vfloat), scale * of_inputs, sum[r][half]);
+                    const int64_t i = (first + r * blocks + b) * SHARES + share;
+                    const vint exact = after<KIND>(products[r][half], p.x.start[i]);
+                    sum[r][half] = fma(__builtin_convertvector(exact, vfloat), scale * p.x.scale[i], sum[r][half]);
                 }
             }
         }
@@ -61,12 +68,13 @@ void rows_of(const Product& p, int64_t panel, int64_t row, int slot) {
 template <int64_t KIND>
 void panel_of(const Product& p, int64_t panel, int64_t first, int64_t rows, int slot) {
     int64_t r = first, end = first + rows;
+    Following following(p, panel, p.w.blocks() * ((rows + MOST - 1) / MOST));
 #if defined(__AVX512F__)
-    for (; r + 6 <= end; r += 6) rows_of<KIND, 6>(p, panel, r, slot);
-    for (; r + 4 <= end; r += 4) rows_of<KIND, 4>(p, panel, r, slot);
+    for (; r + 6 <= end; r += 6) rows_of<KIND, 6>(p, panel, r, slot, following);
+    for (; r + 4 <= end; r += 4) rows_of<KIND, 4>(p, panel, r, slot, following);
 #endif
-    for (; r + 2 <= end; r += 2) rows_of<KIND, 2>(p, panel, r, slot);
-    for (; r < end; r++) rows_of<KIND, 1>(p, panel, r, slot);
+    for (; r + 2 <= end; r += 2) rows_of<KIND, 2>(p, panel, r, slot, following);
+    for (; r < end; r++) rows_of<KIND, 1>(p, panel, r, slot, following);
 }
 
 }  // namespace
