@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -27,16 +28,23 @@ class _Torch(ModuleType):
 
 
 torch = _Torch("torch")
-_pending: int | None = None  # threads that torch has not been told of
+
+
+class _Threads(threading.local):
+    """Of each thread that computes, as in OpenMP, which torch uses: several engines may be in one process."""
+
+    count: int | None = None  # what torch has not been told of
+
+
+_threads = _Threads()
 
 
 def load() -> Any:
-    """The real torch, with the number of threads that was set."""
-    global _pending
+    """The real torch, with the number of threads that was set in this thread."""
     import torch as real
 
-    if _pending is not None:
-        count, _pending = _pending, None
+    if _threads.count is not None:
+        count, _threads.count = _threads.count, None
         real.set_num_threads(count)
     return real
 
@@ -47,17 +55,16 @@ def loaded() -> bool:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads of the native kernels and, once it is imported, of torch's operations. Call it in the thread of both."""
-    global _pending
-    _pending = count
+    """For the calling thread: of the native kernels and, once it is imported, of torch's operations."""
+    _threads.count = count
     if loaded():
         load()
 
 
 def num_threads() -> int:
-    """What was set last, here or by torch's own function; as many as this process has CPUs if nothing was."""
-    if _pending is not None:
-        return _pending
+    """What was set last in this thread, here or by torch's own function; else torch's default, or all of the CPUs."""
+    if _threads.count is not None:
+        return _threads.count
     return int(load().get_num_threads()) if loaded() else cores()
 
 

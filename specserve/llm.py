@@ -130,7 +130,7 @@ class LLM:
         }
         config = EngineConfig.from_dict({**values, **options})
         with uncollected():
-            # Imported here: the layers above the engine, and torch.
+            # Imported here: the layers above the engine, and numpy.
             from specserve.cluster.build import build_engine
 
             backend = EngineThread(lambda: build_engine(config, progress))

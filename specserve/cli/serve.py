@@ -30,16 +30,16 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
 
         def ready(host: str, port: int) -> None:
             progress.close()
-            print(ready_line(engine, host, port), flush=True)
+            print(ready_line(engine, host, port, client.info["weights"]), flush=True)
 
         Server(client, tokenizer, server, engine.model, context, on_ready=ready).run()
     return 0
 
 
-def ready_line(engine: EngineConfig, host: str, port: int) -> str:
+def ready_line(engine: EngineConfig, host: str, port: int, weights: str) -> str:
     """The one line that says where and what."""
     shown = f"[{host}]" if ":" in host else host
     drafts = "+".join(engine.speculation.methods) if engine.speculation else "off"
-    weights = f"{engine.dtype}, quantization {engine.quantization}"
-    what = f"{engine.model}, {weights}, numerics {engine.numerics}, speculation {drafts}"
+    precision = f"weights {weights}, activations and KV {engine.dtype}"
+    what = f"{engine.model}, {precision}, numerics {engine.numerics}, speculation {drafts}"
     return f"specserve ready on ws://{shown}:{port}/v1/responses ({what})"

@@ -111,6 +111,7 @@ def assemble(
             max_model_len=max_model_len,
             num_speculative_tokens=config.speculation.num_speculative_tokens if config.speculation is not None else 0,
             numerics=config.numerics,
+            weights=target.info.weights,
         ),
         drafter=drafter,
         controller=controller,

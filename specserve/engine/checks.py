@@ -36,6 +36,7 @@ class EngineLimits:
         logits_size: width of the logits and of the masks; 0 for the vocabulary's own size.
         num_speculative_tokens: drafted tokens a step at most, whoever sets the budgets.
         numerics: reported with each answer.
+        weights: what the model runs on, such as "q4_1+q8_0"; reported at start.
         compile_threads, compile_limit, compile_timeout: see CompilePool.
     """
 
@@ -43,6 +44,7 @@ class EngineLimits:
     logits_size: int = 0
     num_speculative_tokens: int = 5
     numerics: str = "invariant"
+    weights: str = ""
     compile_threads: int = 2
     compile_limit: int = 1024
     compile_timeout: float = 60.0

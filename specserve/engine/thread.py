@@ -27,6 +27,7 @@ def engine_info(engine: Engine) -> dict[str, Any]:
         "max_model_len": engine.limits.max_model_len,
         "vocab_size": engine.vocabulary.vocab_size,
         "numerics": engine.limits.numerics,
+        "weights": engine.limits.weights,
         "kv_tokens": engine.kv.max_positions,
     }
 

@@ -18,6 +18,7 @@ from openai import OpenAI
 
 from specserve.cli.wire import Socket
 from specserve.core.errors import SpecserveError
+from specserve.kernels.cpu.native import library
 from tests.fakes.real_server import Server, running_server
 
 LONG = {"input": "Count from one to one thousand in words.", "max_output_tokens": 2000, "min_tokens": 2000}
@@ -27,6 +28,12 @@ LONG = {"input": "Count from one to one thousand in words.", "max_output_tokens"
 def server() -> Iterator[Server]:
     with running_server("--kv-memory", "512MiB") as running:
         yield running
+
+
+def test_what_runs_is_told_at_the_start(server: Server) -> None:
+    """Not what was asked for: "auto" is the file's own blocks, where the kernels are there."""
+    weights = "bfloat16" if library() is None else "q4_1+q8_0"
+    assert f"(demo, weights {weights}, activations and KV bfloat16, numerics invariant," in server.line
 
 
 def gauge(server: Server, name: str) -> float:

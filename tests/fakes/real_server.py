@@ -16,10 +16,11 @@ from specserve.cli.demo import READY
 
 @dataclass(slots=True)
 class Server:
-    """Address and process of a running server."""
+    """Address and process of a running server, and the line that told it."""
 
     url: str
     process: subprocess.Popen[str]
+    line: str
 
     @property
     def http(self) -> str:
@@ -49,7 +50,7 @@ def running_server(*arguments: str, env: dict[str, str] | None = None) -> Iterat
         for line in process.stdout:
             found = READY.search(line)
             if found:
-                yield Server(found[1], process)
+                yield Server(found[1], process, line)
                 break
         else:
             raise AssertionError(f"the server ended with status {process.wait()}")

@@ -58,3 +58,27 @@ print(lazy.num_threads())
 print(lazy.torch.get_num_threads(), lazy.num_threads())
 """
     assert run(code) == ["1", "1", "1"]
+
+
+def test_each_thread_that_computes_has_a_number_of_its_own() -> None:
+    """As have engines of one process, before torch is there and after."""
+    code = """
+import threading
+turns = [threading.Barrier(2) for _ in range(3)]
+found = {}
+def compute(count):
+    lazy.set_num_threads(count)
+    for i, turn in enumerate(turns):
+        turn.wait()
+        if i == 1 and count == 1:
+            lazy.torch.empty(0)
+        found[count, i] = lazy.num_threads()
+    found[count, "torch"] = lazy.torch.get_num_threads()
+threads = [threading.Thread(target=compute, args=(count,)) for count in (1, 3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(*(found[count, i] for count in (1, 3) for i in (0, 1, 2, "torch")))
+"""
+    assert run(code) == ["1"] * 4 + ["3"] * 4
