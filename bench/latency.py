@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,9 +27,6 @@ from rich.progress import Progress
 
 from bench.common import Row, finish, row
 from bench.prompts import mixed
-
-if TYPE_CHECKING:
-    from specserve.engine.engine import Engine
 
 DECODERS = 8
 LONG_PROMPT = 4000
@@ -49,18 +46,12 @@ class Timed:
     """An engine in a thread; when each of its events was handed over."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from specserve.cluster.build import build_engine
+        from specserve.cluster.build import build_served_engine
         from specserve.core.config import EngineConfig
         from specserve.engine.thread import EngineThread
 
         config = EngineConfig.from_dict({"model": "demo", "kv_memory": "512MiB", **options})
-
-        def build() -> Engine:
-            engine = build_engine(config)
-            engine.executor.prepare()
-            return engine
-
-        self._engine = EngineThread(build)
+        self._engine = EngineThread(lambda: build_served_engine(config))
         self._events: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self.times: dict[str, list[float]] = {}  # request -> of its deltas

@@ -91,18 +91,17 @@ class Load:
     """An engine, and requests of one kind that never end."""
 
     def __init__(self, stub: bool) -> None:
-        from specserve.cluster.build import build_engine
+        from specserve.cluster.build import build_served_engine
         from specserve.core.config import EngineConfig
         from specserve.engine import heap
 
         options = {"model": "demo", "kv_memory": "512MiB", "speculation": None}
-        self.engine = build_engine(EngineConfig.from_dict(options))
+        self.engine = build_served_engine(EngineConfig.from_dict(options))
         runner = self.engine.executor._target  # type: ignore[attr-defined]  # the seam where forwards can be timed
         self.model = runner.model = Timed(runner.model, stub)
         self._numbers = itertools.count()
         heap.freeze()  # as an engine process does
         heap.collapse()
-        self.engine.executor.prepare()
         self.engine.executor.populate()
 
     def measure(self, options: dict[str, Any], width: int, steps: int) -> list[float]:

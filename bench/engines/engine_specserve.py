@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from specserve.cluster.build import build_engine
+from specserve.cluster.build import build_served_engine
 from specserve.core.config import EngineConfig
 from specserve.core.messages import TERMINAL, DeltaEvent, FailedEvent, GenerateCommand
 from specserve.core.sampling import SamplingParams
@@ -29,8 +29,7 @@ class Specserve:
         values = {"model": model, "threads": threads, "speculation": "off", "kv_memory": "2GiB", "target_itl_ms": 0.0}
         values |= options
         self._config = EngineConfig.from_dict(values)
-        self._engine = build_engine(self._config)
-        self._engine.executor.prepare()
+        self._engine = build_served_engine(self._config)
         heap.freeze()  # as its own process does
         heap.collapse()
         self._engine.executor.populate()

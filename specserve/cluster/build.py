@@ -17,7 +17,7 @@ from specserve.engine.checks import EngineLimits
 from specserve.engine.engine import Engine
 from specserve.guided.compiler import CompiledGrammar, GrammarCompiler
 from specserve.kernels.cpu.native import ISAError, library
-from specserve.kernels.lazy import cores, set_num_threads
+from specserve.kernels.lazy import cores, load, set_num_threads
 from specserve.kv.block_pool import BlockPool
 from specserve.kv.manager import KVManager
 from specserve.kv.swap import HostPool
@@ -67,6 +67,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         draft = _draft_errors(lambda: _load(config, draft_name, progress))
         check_pair(target.tokenizer, draft.tokenizer, draft.info)
     return assemble(config, target, draft, progress)
+
+
+def build_served_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """The same for a process that serves: nobody waits for torch later. It comes first, as its import would leave holes
+    among the objects that every step goes through.
+    """
+    load()
+    return build_engine(config, progress)
 
 
 def _load(config: EngineConfig, name: str, progress: Progress | None) -> LoadedModel:

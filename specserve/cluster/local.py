@@ -10,7 +10,6 @@ from specserve.core.protocols import Bitmask, DraftRows
 from specserve.core.tree import EMPTY_TREE
 from specserve.kernels.cpu.memory import empty, populate
 from specserve.kernels.cpu.sample import UNDECIDED
-from specserve.kernels.lazy import load
 from specserve.spec.verify import NO_TOKEN, Verified, verify
 from specserve.worker.beams import continuations
 from specserve.worker.logprobs import token_logprobs
@@ -167,10 +166,6 @@ class LocalExecutor:
         Call it before the first plan. Takes a few milliseconds, and leaves every cache and host slot as it was.
         """
         return sum(runner.measure_swap() for runner in self._runners)
-
-    def prepare(self) -> None:
-        """Import what the models and the tokens of some requests need: nobody who comes later waits for it."""
-        load()
 
     def populate(self) -> None:
         """Take the memory of the caches now, which the first tokens in each block would wait for otherwise."""

@@ -155,9 +155,6 @@ def run(lifeline: int) -> int:
     try:
         config = EngineConfig.from_dict(hello["config"])
         engine = load_builder(hello["builder"])(config, progress)
-        prepare = getattr(engine.executor, "prepare", None)  # as with populate below
-        if prepare is not None:
-            prepare()
     except Exception as error:
         serving.set()
         if not isinstance(error, SpecserveError):

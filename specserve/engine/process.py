@@ -34,7 +34,7 @@ from specserve.engine.watchdog import STALL_SECONDS, Alarm, ChildWatch
 logger = logging.getLogger(__name__)
 LAST_WORDS_MS = 20
 CLOSED = "the engine was closed"
-BUILDER = "specserve.cluster.build:build_engine"
+BUILDER = "specserve.cluster.build:build_served_engine"
 
 
 @dataclass(frozen=True, slots=True)
