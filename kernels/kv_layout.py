@@ -27,6 +27,12 @@ def name_of(dtype: str | torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of that name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 def head_bytes(dim: int, dtype: str | torch.dtype) -> int:
     """Bytes of one head of one token, K or V."""
     name = name_of(dtype)

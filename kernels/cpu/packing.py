@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specserve.kernels.cpu.native import library
+from specserve.kernels.kv_layout import dtype_of
 from specserve.kernels.lazy import num_threads
 
 if TYPE_CHECKING:
@@ -91,8 +92,7 @@ def packed_bytes(kind: Kind, n: int, k: int) -> int:
 
 def float_dtype(kind: Kind) -> torch.dtype:
     """torch's, of F32 or BF16."""
-    dtype: torch.dtype = getattr(torch, FLOATS[kind])
-    return dtype
+    return dtype_of(FLOATS[kind])
 
 
 def pack_rows(kind: Kind, k: int, rows: torch.Tensor, out: npt.NDArray[np.uint8]) -> None:

@@ -70,9 +70,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
 
 
 def build_served_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """The same for a process that serves: nobody waits for torch later. It comes first, as its import would leave holes
-    among the objects that every step goes through.
-    """
+    """The same for a process that serves, with torch imported before: no request waits for it later."""
     load()
     return build_engine(config, progress)
 

@@ -11,7 +11,7 @@ from specserve.kernels.cpu import ops
 from specserve.kernels.cpu.memory import huge
 from specserve.kernels.cpu.move import Blocks, move
 from specserve.kernels.cpu.native import library
-from specserve.kernels.kv_layout import ITEM_BYTES, layer_shape, name_of
+from specserve.kernels.kv_layout import ITEM_BYTES, dtype_of, layer_shape, name_of
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class PagedKVCache:
 
     @cached_property
     def storage(self) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, self.dtype)
+        dtype = dtype_of(self.dtype)
         if self._device != "cpu":
             return torch.zeros(self.shape, dtype=dtype, device=self._device)
         return torch.from_numpy(self.memory).view(dtype).view(self.shape)

@@ -12,6 +12,7 @@ from specserve.core.config import DTYPES, QUANTIZATION
 from specserve.core.errors import ModelLoadError
 from specserve.core.imports import TRANSFORMERS
 from specserve.kernels.cpu.native import library
+from specserve.kernels.kv_layout import dtype_of
 from specserve.models.batch import ForwardBatch
 from specserve.models.checkpoint import check_shapes, family_shapes, fit_weights
 from specserve.models.config import ModelConfig, unsupported
@@ -30,8 +31,6 @@ from specserve.models.tokenizer import Tokenizer, folder_tokenizer
 
 if TYPE_CHECKING:
     import torch
-else:
-    from specserve.kernels.lazy import torch
 
 Progress = Callable[[int, int, str], None]
 _HEAD = "lm_head.weight"
@@ -67,8 +66,7 @@ class Options:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return dtype_of(self.dtype)
 
 
 def load_model(

@@ -10,6 +10,7 @@ import numpy as np
 
 from specserve.kernels.cpu import ops
 from specserve.kernels.cpu.move import Blocks, move
+from specserve.kernels.kv_layout import dtype_of
 from specserve.models.kv_cache import PagedKVCache
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class HostBlocks:
 
     @cached_property
     def storage(self) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, self._cache.dtype)
+        dtype = dtype_of(self._cache.dtype)
         if self._cache.memory.size:
             return torch.from_numpy(self._memory).view(dtype).view(self._shape)
         pinned = self._cache.storage.is_cuda and self.num_blocks > 0
