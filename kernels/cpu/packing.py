@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specserve.kernels.cpu.native import library
-from specserve.kernels.kv_layout import dtype_of
+from specserve.kernels.kv_layout import ITEM_BYTES, dtype_of
 from specserve.kernels.lazy import num_threads
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ class Kind(IntEnum):
 
 
 FLOATS = {Kind.F32: "float32", Kind.BF16: "bfloat16"}
-_FLOAT_BYTES = {Kind.F32: 4, Kind.BF16: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,8 @@ class PackedWeights:
 
 def row_bytes(kind: Kind, k: int) -> int:
     """Bytes of one row of k inputs as files hold it."""
-    if kind in _FLOAT_BYTES:
-        return k * _FLOAT_BYTES[kind]
+    if kind in FLOATS:
+        return k * ITEM_BYTES[FLOATS[kind]]
     return k // BLOCK * {Kind.Q8: 34, Kind.Q4_0: 18, Kind.Q4_1: 20}[kind]
 
 

@@ -260,7 +260,11 @@ class NativeLlama:
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    """Where a contiguous tensor's data is."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
 
 
 def _shape(config: ModelConfig) -> Shape:

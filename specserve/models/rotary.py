@@ -12,7 +12,7 @@ class RotaryTable:
     """cos and sin float32 [positions, head_dim / 2], grown as positions are met.
 
     It grows in pieces of one size, so that a row never depends on when it was computed. Angles are float32, as
-    transformers has them; their cosines and sines are rounded once, so that they are everybody's.
+    transformers has them; their cosines and sines are rounded once, from float64.
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float) -> None:
